@@ -1,0 +1,1 @@
+"""Launched with ``tune run``, never imported; this file makes ``recipes/X.py`` resolve to this folder."""

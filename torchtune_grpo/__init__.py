@@ -1,0 +1,1 @@
+"""Recipes and components for reasoning RL on torchtune."""
