@@ -24,11 +24,14 @@ class PromptBatch:
     ``tokens [B, P]`` int64, left padded; ``lengths [B]`` int64, real tokens of each prompt;
     ``seeds [B]`` int64, the sampling seed of each prompt: all randomness of its completions comes from it,
     so a row does not depend on its neighbours and a resumed run needs no generator state.
+    ``stop_ids`` end a completion; ``pad_id`` fills what follows (it may equal a stop id: masks come from lengths).
     """
 
     tokens: Tensor
     lengths: Tensor
     seeds: Tensor
+    pad_id: int
+    stop_ids: tuple[int, ...]
     answers: Sequence[str]
     source: Sequence[str]
 

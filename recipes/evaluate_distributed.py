@@ -1,0 +1,85 @@
+"""Evaluate a checkpoint on held-out questions: pass@1, avg@k, pass@k and maj@k with standard errors.
+
+Launch from the root of the repository, on any number of ranks (the numbers do not depend on it):
+
+    tune run --nproc_per_node 2 recipes/evaluate_distributed.py --config configs/tiny/evaluate.yaml weights=runs/tiny/grpo
+
+Writes ``<output_dir>/results.json`` and, with every completion's verdict, ``<output_dir>/<task>.jsonl``.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchtune_grpo.config import Component, component, instantiate, recipe_entry, to_dict
+from torchtune_grpo.evaluation import Evaluator, summarize_by_source
+from torchtune_grpo.training.distributed import init_ranks, shut_down
+from torchtune_grpo.training.setup import RecipeConfig, build_policy, check_model
+
+
+@dataclass(kw_only=True)
+class Config(RecipeConfig):
+    """The recipe's own keys, beside those of ``RecipeConfig``."""
+
+    evaluation: dict[str, Component] = component()
+
+
+class EvaluateRecipe:
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.ranks = init_ranks(cfg.device, num_threads=cfg.num_threads)
+
+    # --- Plumbing ---
+
+    def setup(self) -> None:
+        cfg, ranks = self.cfg, self.ranks
+        self._tokenizer = instantiate(cfg.tokenizer)
+        tasks = {name: instantiate(node) for name, node in cfg.evaluation.items()}
+        longest = max((t.max_prompt_tokens + t.generate.max_new_tokens for t in tasks.values()), default=0)
+        check_model(cfg, self._tokenizer, longest)
+        self._evaluator = Evaluator(
+            tasks,
+            tokenizer=self._tokenizer,
+            prompt=instantiate(cfg.prompt),
+            score=instantiate(cfg.rewards),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        self._model = build_policy(cfg, ranks, trainable=False)
+
+    # --- Algorithm: edit here ---
+
+    def evaluate(self) -> None:
+        folder = Path(self.cfg.output_dir)
+        metrics: dict[str, float] = {}
+        for name, task in self._evaluator.tasks.items():
+            results = self._evaluator.results(self._model, name)
+            metrics |= summarize_by_source(results, task.k, prefix=f"eval/{name}/")
+            if self.ranks.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                lines = [json.dumps(asdict(result)) + "\n" for result in results]
+                (folder / f"{name}.jsonl").write_text("".join(lines))
+                print(f"{name} | dropped {self._evaluator.dropped(name)}", flush=True)
+        if self.ranks.is_main:
+            report = {"metrics": metrics, "config": to_dict(self.cfg)}
+            (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+            for key, value in metrics.items():
+                print(f"{key:40s} {value:.4f}", flush=True)
+
+    # --- Plumbing ---
+
+    def cleanup(self) -> None:
+        shut_down()
+
+
+@recipe_entry(Config)
+def recipe_main(cfg: Config) -> None:
+    """Evaluation of a checkpoint. See the config file for the keys."""
+    recipe = EvaluateRecipe(cfg)
+    recipe.setup()
+    recipe.evaluate()
+    recipe.cleanup()
+
+
+if __name__ == "__main__":
+    recipe_main()

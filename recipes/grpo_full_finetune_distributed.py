@@ -1,0 +1,265 @@
+"""GRPO: sample a group of completions for each prompt, judge them, push the policy toward the better siblings.
+
+Launch from the root of the repository, on any number of ranks:
+
+    tune run --nproc_per_node 2 recipes/grpo_full_finetune_distributed.py --config configs/tiny/grpo.yaml
+
+Every part of the algorithm is a component named in the config (``generate``, ``rewards``, ``advantage``, ``loss``,
+``token_weights``, ``logprobs``, ``old_logprobs``), so a variant is another YAML node, not a branch in this file.
+
+Left out: an inference engine of its own (the trained model itself samples), multi-turn rollouts, LoRA.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from torchtune_grpo.config import Component, ConfigError, component, instantiate, recipe_entry, to_dict
+from torchtune_grpo.data import PromptLoader
+from torchtune_grpo.dynamic_sampling import InformativeGroups
+from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.microbatches import minibatches, split_in_step
+from torchtune_grpo.normalization import TrainedRows, normalize
+from torchtune_grpo.old_logprobs import score
+from torchtune_grpo.rollouts import rollout_metrics, sample_rows, score_rollout
+from torchtune_grpo.training.checkpoints import CheckpointManager
+from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
+from torchtune_grpo.training.progress import progress_bar
+from torchtune_grpo.training.reporting import Reporter, report_data
+from torchtune_grpo.training.setup import (
+    OptimizerStep,
+    TrainingConfig,
+    build_policy,
+    check_model,
+    hf_exporter,
+    per_rank,
+)
+from torchtune_grpo.types import Rewards, Rollout, Trajectory
+
+
+@dataclass(kw_only=True)
+class Config(TrainingConfig):
+    """The recipe's own keys, beside those of ``TrainingConfig``."""
+
+    prompts_per_step: int  # prompts of one rollout, over all ranks; each gets generate.group_size completions
+    max_prompt_tokens: int  # longer prompts are left out and counted
+    generate: Component
+    max_sampling_rounds: int = 1  # > 1: dynamic sampling, further rollouts until enough groups have spread
+    advantage: Component
+    trained_rows: Component
+    token_weights: Component
+    logprobs: Component = component(runtime=("temperature",))
+    old_logprobs: Component
+    loss: Component
+    epochs_per_rollout: int = 1  # passes over a rollout
+    minibatches_per_epoch: int = 1  # optimizer steps in a pass
+    log_samples_every_n_steps: int = 10
+    num_logged_samples: int = 4
+
+
+class GRPORecipe:
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.ranks = init_ranks(cfg.device, num_threads=cfg.num_threads)
+        self.step = 0  # optimizer steps done
+        self._position = 0  # batches of prompts taken from the loader
+
+    # --- Plumbing ---
+
+    def setup(self) -> None:
+        cfg, ranks = self.cfg, self.ranks
+        self._checkpoints: CheckpointManager = instantiate(cfg.checkpoints, output_dir=cfg.output_dir)
+        resume_from = self._checkpoints.start(cfg.resume)
+        self._tokenizer, self._prompt = instantiate(cfg.tokenizer), instantiate(cfg.prompt)
+        self._setup_algorithm()
+        check_model(cfg, self._tokenizer, longest=cfg.max_prompt_tokens + self._generate.max_new_tokens)
+        self._setup_data()
+        torch.manual_seed(cfg.seed + ranks.rank)
+        self._model = build_policy(cfg, ranks)
+        needs_reference = self._advantage_fn.needs_reference or self._loss_fn.needs_reference
+        self._reference = build_policy(cfg, ranks, trainable=False) if needs_reference else None
+        self._optimizer = instantiate(cfg.optimizer, params=list(self._model.parameters()))
+        self._scheduler = instantiate(
+            cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps
+        )
+        self._optimizer_step = OptimizerStep(self._model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
+        self._export = hf_exporter(cfg, self._model, self._tokenizer, ranks)
+        if resume_from is not None:
+            self.step, extra = self._checkpoints.load(
+                resume_from, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler
+            )
+            self._position = extra["position"]
+        self._report = Reporter(
+            cfg,
+            ranks,
+            self._evaluator,
+            resumed_step=None if resume_from is None else self.step,
+            console=("reward", "success", "response_length", "entropy", "grad_norm", "tokens_per_second/rollout"),
+        )
+
+    def _setup_algorithm(self) -> None:
+        cfg = self.cfg
+        self._generate = instantiate(cfg.generate)
+        self._score = instantiate(cfg.rewards)
+        self._advantage_fn = instantiate(cfg.advantage)
+        self._trained_rows: TrainedRows = instantiate(cfg.trained_rows)
+        self._token_weights = instantiate(cfg.token_weights)
+        self._logprobs_fn = instantiate(cfg.logprobs, temperature=self._generate.temperature)
+        self._old_logprobs = instantiate(cfg.old_logprobs)
+        self._loss_fn = instantiate(cfg.loss)
+        self._prompts_per_rank = per_rank(cfg.prompts_per_step, self.ranks, "prompts_per_step")
+        updates = cfg.epochs_per_rollout * cfg.minibatches_per_epoch
+        if not self._generate.on_policy:
+            raise ConfigError(
+                "generate: got greedy or truncated sampling (temperature 0, top_k, top_p, min_p), expected none of "
+                "them: ratios to the sampling policy would be wrong. They are for evaluation"
+            )
+        if self._generate.group_size < self._advantage_fn.min_group_size:
+            raise ConfigError(
+                f"generate.group_size: got {self._generate.group_size}, expected at least "
+                f"{self._advantage_fn.min_group_size}: `advantage` compares siblings"
+            )
+        if cfg.minibatches_per_epoch < 1 or self._prompts_per_rank % cfg.minibatches_per_epoch:
+            raise ConfigError(
+                f"minibatches_per_epoch: got {cfg.minibatches_per_epoch}, expected a divisor of the "
+                f"{self._prompts_per_rank} prompts of a rank"
+            )
+        if updates < 1 or cfg.total_steps % updates:
+            raise ConfigError(
+                f"total_steps: got {cfg.total_steps}, expected a multiple of the {updates} optimizer steps of a "
+                "rollout (epochs_per_rollout * minibatches_per_epoch)"
+            )
+
+    def _setup_data(self) -> None:
+        cfg, ranks = self.cfg, self.ranks
+        dataset = instantiate(cfg.dataset)
+        self._loader = PromptLoader(
+            dataset,
+            self._tokenizer,
+            self._prompt,
+            batch_size=self._prompts_per_rank,
+            max_prompt_tokens=cfg.max_prompt_tokens,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            seed=cfg.seed,
+        )
+        self._evaluator = Evaluator(
+            {name: instantiate(node) for name, node in cfg.evaluation.items()},
+            tokenizer=self._tokenizer,
+            prompt=self._prompt,
+            score=self._score,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        report_data(cfg, ranks, dataset, self._loader.dropped, self._evaluator)
+
+    # --- Algorithm: edit here ---
+
+    def _sample(self) -> tuple[Rollout, Rewards]:
+        """A rollout with its rewards; with dynamic sampling as many rounds as it takes, the same on every rank."""
+        pool = InformativeGroups(num_groups=self._prompts_per_rank, max_rounds=self.cfg.max_sampling_rounds)
+        while not pool.full:
+            batch = self._loader.batch(self._position)
+            self._position += 1
+            with self._report.phase("rollout"):
+                rollout = self._generate(self._model, batch)
+            self._report.count_tokens("rollout", int(rollout.response_mask.sum()))
+            with self._report.phase("rewards"):
+                rewards, texts = score_rollout(rollout, self._tokenizer, self._score)
+                pool.add(rollout, rewards)
+            self._report.add(rollout_metrics(rollout, rewards))
+        self._report.add(pool.metrics)
+        if self.step % self.cfg.log_samples_every_n_steps == 0:
+            self._report.samples(self.step, sample_rows(rollout, rewards, texts, self.cfg.num_logged_samples))
+        return pool.result(self._tokenizer.pad_id)
+
+    def _trajectory(self, rollout: Rollout, rewards: Rewards) -> Trajectory:
+        """Everything the loss needs, worked out once a rollout. ``token_weights`` are still relative: see _update."""
+        max_tokens = self.cfg.max_tokens_per_micro_batch
+        ref_logprobs = rollout.old_logprobs
+        if self._reference is not None:
+            with self._report.phase("reference"):
+                ref_logprobs = score(self._reference, rollout, self._logprobs_fn, max_tokens=max_tokens)
+        with self._report.phase("old_logprobs"):
+            rollout, importance = self._old_logprobs(
+                self._model, rollout, self._logprobs_fn, max_tokens=max_tokens
+            )
+        return Trajectory(
+            rollout=rollout,
+            advantages=self._advantage_fn(rewards, rollout, ref_logprobs),
+            ref_logprobs=ref_logprobs,
+            token_weights=self._trained_rows(rollout, rewards) * importance,
+        )
+
+    def _update(self, trajectory: Trajectory) -> None:
+        """One optimizer step. The gradient depends neither on the ranks nor on how rows fall into micro-batches."""
+        trajectory = normalize(
+            trajectory, self._token_weights, world_size_for_averaging=self.ranks.world_size
+        )
+        micro_batches = split_in_step(trajectory, self.cfg.max_tokens_per_micro_batch)
+        for i, micro in enumerate(micro_batches):
+            set_gradient_sync(self._model, i == len(micro_batches) - 1)
+            logprobs = self._logprobs_fn(self._model, micro.rollout)
+            out = self._loss_fn(logprobs, micro)
+            out.loss.backward()
+            self._report.add(out.metrics)
+        self._report.add_values(self._optimizer_step())
+        self.step += 1
+
+    def _train_on_rollout(self) -> None:
+        rollout, rewards = self._sample()
+        trajectory = self._trajectory(rollout, rewards)
+        with self._report.phase("update", tokens=int(trajectory.rollout.response_mask.sum())):
+            for _ in range(self.cfg.epochs_per_rollout):
+                for part in minibatches(trajectory, self.cfg.minibatches_per_epoch):
+                    self._update(part)
+        self._report.log(self.step)
+
+    def train(self) -> None:
+        cfg = self.cfg
+        if self.step == 0:
+            self._report.evaluate(0, self._model)
+        self._model.train()
+        updates = cfg.epochs_per_rollout * cfg.minibatches_per_epoch
+        steps = range(self.step, cfg.total_steps, updates)
+        for before in progress_bar(steps, "GRPO steps", enabled=self.ranks.is_main):
+            self._train_on_rollout()
+            if self._is_due(cfg.evaluate_every_n_steps, before):
+                self._report.evaluate(self.step, self._model)
+            if self._is_due(self._checkpoints.every_n_steps, before):
+                self.save_checkpoint()
+
+    # --- Plumbing ---
+
+    def _is_due(self, every: int, before: int) -> bool:
+        """Whether a multiple of ``every`` was reached since step ``before``; the last step always counts."""
+        return self.step // every > before // every or self.step == self.cfg.total_steps
+
+    def save_checkpoint(self) -> None:
+        self._checkpoints.save(
+            self.step,
+            model=self._model,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            extra={"position": self._position},
+            metrics=self._report.evaluated,
+            config=to_dict(self.cfg),
+            export=self._export,
+        )
+
+    def cleanup(self) -> None:
+        self._report.close()
+        shut_down()
+
+
+@recipe_entry(Config)
+def recipe_main(cfg: Config) -> None:
+    """GRPO on verifiable rewards. See the config file for the keys."""
+    recipe = GRPORecipe(cfg)
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+
+
+if __name__ == "__main__":
+    recipe_main()

@@ -1,0 +1,166 @@
+"""SFT warm-up: teach a model the R1 format, prompt in, ``thinking </think> <answer> 18 </answer>`` out.
+
+Launch from the root of the repository, on any number of ranks:
+
+    tune run --nproc_per_node 2 recipes/sft_warmup_distributed.py --config configs/tiny/sft_warmup.yaml
+
+Left out: packing (rows of like length share a micro-batch instead) and LoRA.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from torchtune_grpo.collectives import all_reduce
+from torchtune_grpo.config import instantiate, recipe_entry, to_dict
+from torchtune_grpo.data import SFTBatch, SFTLoader
+from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.logprobs import FullSoftmaxHead, target_logprobs
+from torchtune_grpo.microbatches import plan_lengths_in_step
+from torchtune_grpo.training.checkpoints import CheckpointManager
+from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
+from torchtune_grpo.training.progress import progress_bar
+from torchtune_grpo.training.reporting import Reporter, report_data
+from torchtune_grpo.training.setup import (
+    OptimizerStep,
+    TrainingConfig,
+    build_policy,
+    check_model,
+    hf_exporter,
+    per_rank,
+)
+
+
+@dataclass(kw_only=True)
+class Config(TrainingConfig):
+    """The recipe's own keys, beside those of ``TrainingConfig``."""
+
+    examples_per_step: int  # over all ranks
+    max_tokens: int  # longest example, prompt to end token; longer ones are left out and counted
+    log_every_n_steps: int = 10
+
+
+class SFTWarmupRecipe:
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.ranks = init_ranks(cfg.device, num_threads=cfg.num_threads)
+        self.step = 0  # optimizer steps done
+
+    # --- Plumbing ---
+
+    def setup(self) -> None:
+        cfg, ranks = self.cfg, self.ranks
+        self._checkpoints: CheckpointManager = instantiate(cfg.checkpoints, output_dir=cfg.output_dir)
+        resume_from = self._checkpoints.start(cfg.resume)
+        self._tokenizer, self._prompt = instantiate(cfg.tokenizer), instantiate(cfg.prompt)
+        check_model(cfg, self._tokenizer, longest=cfg.max_tokens)
+        self._setup_data()
+        torch.manual_seed(cfg.seed + ranks.rank)
+        self._model = build_policy(cfg, ranks)
+        self._optimizer = instantiate(cfg.optimizer, params=list(self._model.parameters()))
+        self._scheduler = instantiate(
+            cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps
+        )
+        self._optimizer_step = OptimizerStep(self._model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
+        self._export = hf_exporter(cfg, self._model, self._tokenizer, ranks)
+        if resume_from is not None:
+            self.step, _ = self._checkpoints.load(
+                resume_from, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler
+            )
+        self._report = Reporter(
+            cfg,
+            ranks,
+            self._evaluator,
+            resumed_step=None if resume_from is None else self.step,
+            console=("loss", "lr", "grad_norm", "tokens_per_second/update"),
+        )
+
+    def _setup_data(self) -> None:
+        cfg, ranks = self.cfg, self.ranks
+        dataset = instantiate(cfg.dataset)
+        self._loader = SFTLoader(
+            dataset,
+            self._tokenizer,
+            self._prompt,
+            batch_size=per_rank(cfg.examples_per_step, ranks, "examples_per_step"),
+            max_tokens=cfg.max_tokens,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            seed=cfg.seed,
+        )
+        self._evaluator = Evaluator(
+            {name: instantiate(node) for name, node in cfg.evaluation.items()},
+            tokenizer=self._tokenizer,
+            prompt=self._prompt,
+            score=instantiate(cfg.rewards),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        report_data(cfg, ranks, dataset, self._loader.dropped, self._evaluator)
+
+    # --- Algorithm: edit here ---
+
+    def _update(self, batch: SFTBatch) -> None:
+        """One optimizer step on the mean cross-entropy over all ranks' target tokens."""
+        targets = all_reduce(batch.loss_mask.sum().double()).item()
+        parts = plan_lengths_in_step(batch.lengths, self.cfg.max_tokens_per_micro_batch)
+        for i, (rows, weight) in enumerate(parts):
+            width = int(batch.lengths[rows].max())
+            tokens = batch.tokens[rows, :width].to(self.ranks.device)
+            mask = batch.loss_mask[rows, :width].to(self.ranks.device)
+            set_gradient_sync(self._model, i == len(parts) - 1)
+            logprobs = target_logprobs(self._model, tokens, mask, FullSoftmaxHead(), temperature=1.0)
+            total = -weight * logprobs.sum()
+            # FSDP averages gradients over ranks; times their number this is the mean over all target tokens.
+            (total * self.ranks.world_size / targets).backward()
+            self._report.add({"loss": (total.detach(), weight * mask.sum())})
+        self._report.add_values(self._optimizer_step())
+
+    def train(self) -> None:
+        cfg = self.cfg
+        if self.step == 0:
+            self._report.evaluate(0, self._model)
+        self._model.train()
+        for _ in progress_bar(range(self.step, cfg.total_steps), "SFT steps", enabled=self.ranks.is_main):
+            batch = self._loader.batch(self.step)
+            with self._report.phase("update", tokens=int(batch.lengths.sum())):
+                self._update(batch)
+            self.step += 1
+            last = self.step == cfg.total_steps
+            if last or self.step % cfg.log_every_n_steps == 0:
+                self._report.log(self.step)
+            if last or self.step % cfg.evaluate_every_n_steps == 0:
+                self._report.evaluate(self.step, self._model)
+            if last or self._checkpoints.is_due(self.step):
+                self.save_checkpoint()
+
+    # --- Plumbing ---
+
+    def save_checkpoint(self) -> None:
+        self._checkpoints.save(
+            self.step,
+            model=self._model,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            extra={},
+            metrics=self._report.evaluated,
+            config=to_dict(self.cfg),
+            export=self._export,
+        )
+
+    def cleanup(self) -> None:
+        self._report.close()
+        shut_down()
+
+
+@recipe_entry(Config)
+def recipe_main(cfg: Config) -> None:
+    """SFT warm-up on the R1 format. See the config file for the keys."""
+    recipe = SFTWarmupRecipe(cfg)
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+
+
+if __name__ == "__main__":
+    recipe_main()

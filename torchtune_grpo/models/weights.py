@@ -1,0 +1,166 @@
+"""Weights in and out of Hugging Face folders: safetensors only, both name schemes, checked before anything loads.
+
+The family is read from the folder's ``config.json`` (``model_type``), so no config key can contradict it.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
+from torchtune.modules import RMSNorm, TransformerDecoder
+
+from torchtune_grpo.config import ConfigError
+from torchtune_grpo.models.internals import qwen2_hf_to_tune, qwen2_tune_to_hf
+
+TIED_HEAD = "lm_head.weight"
+MAX_SHARD_BYTES = 5 * 2**30
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one ``model_type`` maps between Hugging Face and torchtune names."""
+
+    from_hf: Callable[..., dict[str, Tensor]]
+    to_hf: Callable[..., dict[str, Tensor]]
+
+
+FAMILIES = {"llama": Family(hf_to_tune, tune_to_hf), "qwen2": Family(qwen2_hf_to_tune, qwen2_tune_to_hf)}
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """``config.json`` of a Hugging Face folder. Raises ConfigError for a missing file or an unsupported family."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"weights: got {folder}, expected a Hugging Face folder with config.json and *.safetensors")
+    config = json.loads(path.read_text())
+    if config.get("model_type") not in FAMILIES:
+        raise ConfigError(f"weights: got model_type {config.get('model_type')!r} in {path}, expected {sorted(FAMILIES)}")
+    return config
+
+
+def check_weights(folder: str | Path, model: TransformerDecoder) -> None:
+    """Compares a folder's tensor names and shapes with ``model`` (which may be on meta) from headers alone.
+
+    Raises ConfigError that names the first differences: another vocabulary, width, depth or family.
+    """
+    config = read_hf_config(folder)
+    shapes: dict[str, Tensor] = {}
+    for path in _safetensors(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
+                shapes[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
+    try:
+        found = {k: tuple(v.shape) for k, v in _convert(FAMILIES[config["model_type"]].from_hf, shapes, config).items()}
+    except (RuntimeError, KeyError) as e:
+        raise ConfigError(f"weights: the tensors in {folder} contradict its config.json: {e}") from e
+    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    problems = [f"  {k}: weights {found.get(k)}, model {wanted.get(k)}" for k in sorted(found.keys() | wanted.keys())]
+    problems = [p for p, k in zip(problems, sorted(found.keys() | wanted.keys()), strict=True) if found.get(k) != wanted.get(k)]
+    if problems:
+        shown = "\n".join(problems[:6]) + (f"\n  ... {len(problems) - 6} more" if len(problems) > 6 else "")
+        raise ConfigError(
+            f"weights: got {folder}, expected weights of the model that `model` builds; they differ "
+            f"(None = absent):\n{shown}\nChange `model` or `weights`."
+        )
+
+
+def read_weights(folder: str | Path) -> dict[str, Tensor]:
+    """The folder's tensors under torchtune's names, on CPU, in the stored dtype."""
+    config = read_hf_config(folder)
+    tensors: dict[str, Tensor] = {}
+    for path in _safetensors(folder):
+        with safe_open(path, framework="pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return _convert(FAMILIES[config["model_type"]].from_hf, tensors, config)
+
+
+def write_hf_folder(
+    folder: str | Path, state_dict: Mapping[str, Tensor], hf_config: Mapping[str, Any], dtype: torch.dtype
+) -> None:
+    """Writes ``config.json`` and safetensors shards (at most 5 GiB each) that transformers opens.
+
+    ``state_dict``: full CPU tensors under torchtune's names. Local; only rank 0 calls it.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = dict(hf_config) | {"dtype": str(dtype).removeprefix("torch.")}
+    config.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tensors = _convert(FAMILIES[config["model_type"]].to_hf, dict(state_dict), config)
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    shards = _shards(tensors)
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    index: dict[str, str] = {}
+    for i, shard in enumerate(shards, start=1):
+        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(shard, name)
+    total = sum(t.nbytes for t in tensors.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def llama_hf_config(model: TransformerDecoder, *, bos_id: int | None, eos_id: int, pad_id: int) -> dict[str, Any]:
+    """``config.json`` of a llama that was built here from scratch and has no folder to copy it from."""
+    attention = model.layers[0].attn
+    assert isinstance(model.norm, RMSNorm)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": attention.embed_dim,
+        "intermediate_size": model.layers[0].mlp.w1.out_features,
+        "num_hidden_layers": len(model.layers),
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": model.tok_embeddings.num_embeddings,
+        "max_position_embeddings": model.max_seq_len,
+        "rms_norm_eps": model.norm.eps,
+        "rope_theta": float(attention.pos_embeddings.base),
+        "hidden_act": "silu",
+        "tie_word_embeddings": not isinstance(model.output, nn.Module),
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "pad_token_id": pad_id,
+    }
+
+
+def _convert(fn: Callable[..., dict[str, Tensor]], tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict:
+    heads, dim = config["num_attention_heads"], config["hidden_size"]
+    if config.get("tie_word_embeddings"):
+        tensors.pop(TIED_HEAD, None)
+    return fn(
+        tensors,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads", heads),
+        dim=dim,
+        head_dim=config.get("head_dim") or dim // heads,
+    )
+
+
+def _safetensors(folder: str | Path) -> list[Path]:
+    paths = sorted(Path(folder).glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(f"weights: got {folder} without any *.safetensors, expected a Hugging Face folder")
+    return paths
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > MAX_SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards

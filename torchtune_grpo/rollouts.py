@@ -1,0 +1,76 @@
+"""Between tokens and judges: decoding a rollout's completions, scoring them, and describing them in numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchtune_grpo.data import Tokenizer
+from torchtune_grpo.types import Metrics, Rewards, Rollout
+
+ScoreFn = Callable[..., Rewards]
+"""``RewardSum`` or anything called like it."""
+
+
+def completions(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
+    """The completions as text, stop token left out (a cut-off completion keeps its last token)."""
+    texts = []
+    for tokens, length, truncated in zip(
+        rollout.responses.tolist(), rollout.response_lengths.tolist(), rollout.truncated.tolist(), strict=True
+    ):
+        texts.append(tokenizer.decode(tokens[: length if truncated else length - 1]))
+    return texts
+
+
+def score_rollout(rollout: Rollout, tokenizer: Tokenizer, score: ScoreFn) -> tuple[Rewards, list[str]]:
+    """Decodes and judges every row. No collectives. Returns the rewards and the judged texts."""
+    texts = completions(rollout, tokenizer)
+    rewards = score(
+        texts,
+        rollout.answers,
+        response_lengths=rollout.response_lengths.tolist(),
+        truncated=rollout.truncated.tolist(),
+        source=rollout.source,
+    )
+    return rewards, texts
+
+
+def rollout_metrics(rollout: Rollout, rewards: Rewards) -> Metrics:
+    """Rewards, success, lengths, truncated share and entropy, as local (sum, count) pairs.
+
+    ``entropy`` is the Monte Carlo estimate -mean(log pi(token)) over sampled tokens, in nats a token: unbiased, since
+    tokens come from pi itself, and free.
+    """
+    rows = torch.tensor(float(len(rollout)))
+    tokens = rollout.response_mask.sum().cpu().double()
+    metrics: dict[str, Any] = {
+        "reward": _judged(rewards.total),
+        "success": _judged(rewards.success),
+        "unjudged": (rewards.total.isnan().sum(), rows),
+        "response_length": (tokens, rows),
+        "prompt_length": (rollout.prompt_lengths.sum().cpu(), rows),
+        "truncated": (rollout.truncated.sum().cpu(), rows),
+        "entropy": (-rollout.old_logprobs.sum().cpu(), tokens),
+    }
+    metrics |= {f"reward/{name}": _judged(part) for name, part in rewards.parts.items()}
+    return metrics
+
+
+SAMPLE_COLUMNS = ["source", "completion", "answer", "reward", "success"]
+
+
+def sample_row(rollout: Rollout, rewards: Rewards, texts: list[str], row: int) -> list[Any]:
+    """One row of the table of sample completions, by ``SAMPLE_COLUMNS``."""
+    reward, success = float(rewards.total[row]), float(rewards.success[row])
+    return [rollout.source[row], texts[row], rollout.answers[row], reward, success]
+
+
+def sample_rows(rollout: Rollout, rewards: Rewards, texts: list[str], count: int) -> list[list[Any]]:
+    """Up to ``count`` rows of the table, the first completion of each group."""
+    first = range(0, len(rollout), rollout.group_size)
+    return [sample_row(rollout, rewards, texts, row) for row in first[:count]]
+
+
+def _judged(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = ~values.isnan()
+    return values[kept].double().sum(), kept.sum()

@@ -1,0 +1,241 @@
+"""Metrics of a run: reduced over ranks, written to disk, handed to torchtune's metric loggers.
+
+``<output_dir>/metrics.jsonl`` is always written: one object a line, ``{"step": int, "time_s": float, name:
+float, ...}`` with ``time_s`` the seconds since the run began, earlier parts of a resumed run included. It is
+the only field that differs between two equal runs, beside whatever else a recipe measures with a clock. A
+value that is not finite is written as null. ``<output_dir>/samples.jsonl`` holds the rows of completion
+tables.
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
+
+from torchtune_grpo.config import instantiate
+from torchtune_grpo.training.collectives import all_gather_objects
+from torchtune_grpo.types import Metrics
+
+_GIB = 2**30
+
+
+class MetricSums:
+    """Accumulates (sum, count) pairs on this rank, in float64; ``reduce`` makes global means of them."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, Tensor] = {}
+        self._minima: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Adds a local sum and the number of things summed. Tensors stay on their device until ``reduce``."""
+        pair = torch.stack([torch.as_tensor(x).detach().to(torch.float64) for x in (total, count)])
+        self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
+
+    def add_all(self, metrics: Metrics) -> None:
+        for name, (total, count) in metrics.items():
+            self.add(name, total, count)
+
+    def minimum(self, name: str, value: Tensor | float) -> None:
+        self._minima[name] = min(float(value), self._minima.get(name, math.inf))
+
+    def maximum(self, name: str, value: Tensor | float) -> None:
+        self._maxima[name] = max(float(value), self._maxima.get(name, -math.inf))
+
+    def reduce(self) -> dict[str, float]:
+        """Global sum / count, minimum or maximum of every name that any rank added; then starts afresh.
+
+        A name whose global count is 0 is left out. Collective: one all-gather of Python objects on every
+        rank, whatever it added, names included: they need not agree.
+        """
+        pairs = {name: pair.tolist() for name, pair in self._pairs.items()}
+        ranks = all_gather_objects((pairs, self._minima, self._maxima))
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for local, _, _ in ranks:
+            for name, (total, count) in local.items():
+                sums[name][0] += total
+                sums[name][1] += count
+        result = {name: total / count for name, (total, count) in sums.items() if count}
+        for kind, choose in ((1, min), (2, max)):
+            for name in {name for rank in ranks for name in rank[kind]}:
+                result[name] = choose(rank[kind][name] for rank in ranks if name in rank[kind])
+        self.__init__()
+        return dict(sorted(result.items()))
+
+
+class MetricLog:
+    """Writes scalars and tables of completions. Ranks other than the main one write nothing.
+
+    ``loggers`` are config nodes of torchtune metric loggers (TensorBoard, W&B, ...), built on the main rank
+    only. One that fails, at its construction or later, is warned about once and left out from then on.
+    ``resumed_step`` is the step the run continues from: what the files say of later steps is dropped, so that
+    they become those of an uninterrupted run; None starts them afresh. ``console`` names the scalars to
+    print.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        is_main: bool,
+        resumed_step: int | None = None,
+        loggers: Sequence[Mapping[str, Any]] = (),
+        config: Mapping[str, Any] | None = None,
+        console: Sequence[str] = (),
+    ) -> None:
+        self._is_main = is_main
+        self._console = console
+        self._loggers: list[MetricLoggerInterface] = []
+        if not is_main:
+            return
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = _drop_after(folder / "metrics.jsonl", resumed_step)
+        _drop_after(folder / "samples.jsonl", resumed_step)
+        self._start = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
+        self._metrics_file = (folder / "metrics.jsonl").open("a")
+        self._samples_file = (folder / "samples.jsonl").open("a")
+        for node in loggers:
+            with _warning_instead_of_error(f"metric logger {node['_component_']}"):
+                self._loggers.append(instantiate(node))
+        if config is not None:
+            self._to_loggers(lambda logger: logger.log_config(OmegaConf.create(dict(config))))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of scalars for ``step``, on disk when this returns."""
+        if not self._is_main:
+            return
+        line = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        seconds = round(time.monotonic() - self._start, 3)
+        _write_line(self._metrics_file, {"step": step, "time_s": seconds, **line})
+        self._to_loggers(lambda logger: logger.log_dict(values, step=step))
+        shown = [f"{name} {values[name]:.4g}" for name in self._console if name in values]
+        if shown:
+            print(f"step {step} | " + " | ".join(shown), flush=True)
+
+    def log_table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Sample completions: whole to ``samples.jsonl`` and W&B, shortened to the console."""
+        if not self._is_main:
+            return
+        for row in rows:
+            _write_line(self._samples_file, {"step": step, **dict(zip(columns, row, strict=True))})
+            cells = (f"{column}: {_shorten(str(cell))}" for column, cell in zip(columns, row, strict=True))
+            print(f"sample at step {step} | " + " | ".join(cells), flush=True)
+        self._to_loggers(lambda logger: _log_wandb_table(logger, step, columns, rows))
+
+    def close(self) -> None:
+        if not self._is_main:
+            return
+        self._metrics_file.close()
+        self._samples_file.close()
+        self._to_loggers(lambda logger: logger.close())
+
+    def _to_loggers(self, call: Callable[[MetricLoggerInterface], None]) -> None:
+        for logger in list(self._loggers):
+            self._loggers.remove(logger)
+            with _warning_instead_of_error(f"metric logger {type(logger).__name__}"):
+                call(logger)
+                self._loggers.append(logger)
+
+
+class PhaseTimer:
+    """Wall-clock seconds of named phases: ``with timer("rollout"): ...``; on CUDA, of finished work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += self._now() - start
+
+    def pop(self) -> dict[str, float]:
+        """``{"seconds/<phase>": seconds}`` since the last call, local to this rank."""
+        seconds = {f"seconds/{phase}": value for phase, value in self._seconds.items()}
+        self._seconds.clear()
+        return seconds
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory held so far, GiB: allocated by torch on a CUDA device, else resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / _GIB
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file; one cut short by a kill is left out."""
+    lines = []
+    for text in Path(path).read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def _drop_after(path: Path, step: int | None) -> list[dict[str, Any]]:
+    """Rewrites a JSONL file, in one rename, without the lines after ``step``; returns those kept."""
+    if not path.exists():
+        return []
+    kept = [line for line in read_metrics(path) if step is not None and line["step"] <= step]
+    partial = path.with_suffix(".tmp")
+    with partial.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return kept
+
+
+def _write_line(file: Any, line: Mapping[str, Any]) -> None:
+    file.write(json.dumps(line) + "\n")
+    file.flush()
+
+
+@contextmanager
+def _warning_instead_of_error(what: str) -> Iterator[None]:
+    """Training outlives a tracker that is down, misconfigured or not installed."""
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"{what} failed and is left out from here on: {error!r}", stacklevel=2)
+
+
+def _log_wandb_table(
+    logger: MetricLoggerInterface, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    if not isinstance(logger, WandBLogger):
+        return
+    import wandb  # optional: present wherever its logger is
+
+    cells = [[str(cell) for cell in row] for row in rows]
+    wandb.log({"samples": wandb.Table(columns=list(columns), data=cells), "global_step": step})
+
+
+def _shorten(text: str, limit: int = 160) -> str:
+    one_line = " ".join(text.split())
+    return one_line if len(one_line) <= limit else f"{one_line[: limit // 2]} ... {one_line[-limit // 2 :]}"

@@ -1,0 +1,175 @@
+"""What every recipe sets up the same way: shared config keys, checks before weights load, the policy, its export."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.config import Component, ConfigError, component, instantiate
+from torchtune_grpo.data import Tokenizer
+from torchtune_grpo.models.weights import (
+    check_weights,
+    llama_hf_config,
+    read_hf_config,
+    read_weights,
+    write_hf_folder,
+)
+from torchtune_grpo.training.checkpoints import resolve_weights
+from torchtune_grpo.training.distributed import Ranks, build_sharded, full_state_dict
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(kw_only=True)
+class RecipeConfig:
+    """The top-level keys that all recipes share.
+
+    ``dtype`` is that of compute; master weights and optimizer state are fp32 throughout. ``weights``: a Hugging
+    Face folder, a checkpoint, or the output_dir of a run (its newest checkpoint); null trains from scratch.
+    ``dp_replicate``: copies of the sharded model (HSDP); 1 shards over all ranks (FSDP2).
+    """
+
+    output_dir: str
+    seed: int = 0
+    device: str = "cpu"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    num_threads: int | None = None
+    tokenizer: Component
+    prompt: Component
+    model: Component
+    weights: str | None
+    dp_replicate: int = 1
+    rewards: Component
+    activation_checkpointing: ClassVar[bool] = False  # keys of training recipes only
+    compile: ClassVar[bool] = False
+
+
+@dataclass(kw_only=True)
+class TrainingConfig(RecipeConfig):
+    """The further keys that training recipes share. Steps are optimizer steps."""
+
+    activation_checkpointing: bool = False
+    compile: bool = False
+    dataset: Component
+    total_steps: int
+    max_tokens_per_micro_batch: int
+    optimizer: Component = component(runtime=("params",))
+    lr_scheduler: Component | None = component(runtime=("optimizer", "num_training_steps"), default=None)
+    clip_grad_norm: float = 1.0
+    evaluation: dict[str, Component] = component(default={})
+    evaluate_every_n_steps: int = 10
+    checkpoints: Component = component(runtime=("output_dir",))
+    resume: str | None = "auto"
+    metric_loggers: list[Component] = component(default=[])
+
+
+def build_policy(cfg: RecipeConfig, ranks: Ranks, *, trainable: bool = True) -> TransformerDecoder:
+    """The sharded model with the weights that ``cfg`` names, or initialised from ``cfg.seed``. Collective.
+
+    A frozen one (``trainable`` false) serves as reference policy and for evaluation.
+    """
+
+    def initial_state() -> Mapping[str, Tensor]:
+        if cfg.weights is not None:
+            return read_weights(resolve_weights(cfg.weights))
+        torch.manual_seed(cfg.seed)
+        return instantiate(cfg.model).state_dict()
+
+    return build_sharded(
+        lambda: instantiate(cfg.model),
+        initial_state,
+        ranks=ranks,
+        dp_replicate=cfg.dp_replicate,
+        compute_dtype=DTYPES[cfg.dtype],
+        activation_checkpointing=cfg.activation_checkpointing,
+        compile_layers=cfg.compile,
+        trainable=trainable,
+    )
+
+
+def check_model(cfg: RecipeConfig, tokenizer: Tokenizer, longest: int) -> None:
+    """Holds the model against its weights, the tokenizer and the longest sequence, on meta: nothing is loaded.
+
+    Raises:
+        ConfigError: other shapes, a vocabulary too small, or ``longest`` tokens beyond ``max_seq_len``.
+    """
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    vocab_size = model.tok_embeddings.num_embeddings
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"model: got a vocabulary of {vocab_size}, expected at least the tokenizer's {tokenizer.vocab_size}; "
+            "change `model` or `tokenizer.path`"
+        )
+    if longest > model.max_seq_len:
+        raise ConfigError(
+            f"model.max_seq_len: got {model.max_seq_len}, expected at least {longest}, the longest prompt and completion"
+        )
+    if cfg.weights is not None:
+        check_weights(resolve_weights(cfg.weights), model)
+
+
+def per_rank(total: int, ranks: Ranks, key: str) -> int:
+    """A global number divided over the ranks. Raises ConfigError unless it divides."""
+    if total < 1 or total % ranks.world_size:
+        raise ConfigError(f"{key}: got {total}, expected a multiple of the number of ranks ({ranks.world_size})")
+    return total // ranks.world_size
+
+
+def hf_exporter(cfg: RecipeConfig, model: TransformerDecoder, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[Path], None]:
+    """A function that writes ``model`` as a Hugging Face folder, tokenizer included, in the compute dtype.
+
+    Collective: gathers every parameter; rank 0 writes.
+    """
+    if cfg.weights is not None:
+        hf_config = read_hf_config(resolve_weights(cfg.weights))
+    else:
+        hf_config = llama_hf_config(model, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
+
+    def export(folder: Path) -> None:
+        state = full_state_dict(model)
+        if ranks.is_main:
+            write_hf_folder(folder, state, hf_config, DTYPES[cfg.dtype])
+            for path in tokenizer.files:
+                shutil.copyfile(path, folder / path.name)
+
+    return export
+
+
+class OptimizerStep:
+    """Clips, steps, and refuses non-finite gradients: such an update is skipped, and too many in a row stop the run."""
+
+    MAX_SKIPPED = 5
+
+    def __init__(self, model: TransformerDecoder, optimizer: Optimizer, scheduler: Any, clip_grad_norm: float) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._clip = clip_grad_norm
+        self._skipped = 0
+
+    def __call__(self) -> dict[str, float]:
+        """``grad_norm`` before clipping, ``lr`` used, ``skipped`` 0 or 1; the same on every rank.
+
+        Collective: the all-reduce of the global norm.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        finite = bool(torch.isfinite(torch.tensor(norm)))
+        if finite:
+            self._optimizer.step()
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped > self.MAX_SKIPPED:
+            raise RuntimeError(
+                f"{self._skipped} updates in a row had a non-finite gradient (norm {norm}); "
+                "lower optimizer.lr or clip_grad_norm, or resume from an earlier checkpoint"
+            )
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not finite)}
