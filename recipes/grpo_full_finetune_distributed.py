@@ -197,7 +197,7 @@ class GRPORecipe:
             trajectory, self._token_weights, world_size_for_averaging=self.ranks.world_size
         )
         micro_batches = split_in_step(trajectory, self.cfg.max_tokens_per_micro_batch)
-        for i, micro in enumerate(micro_batches):
+        for i, micro in enumerate(progress_bar(micro_batches, "update")):
             set_gradient_sync(self._model, i == len(micro_batches) - 1)
             logprobs = self._logprobs_fn(self._model, micro.rollout)
             out = self._loss_fn(logprobs, micro)
@@ -222,7 +222,7 @@ class GRPORecipe:
         self._model.train()
         updates = cfg.epochs_per_rollout * cfg.minibatches_per_epoch
         steps = range(self.step, cfg.total_steps, updates)
-        for before in progress_bar(steps, "GRPO steps", enabled=self.ranks.is_main):
+        for before in progress_bar(steps, "GRPO steps"):
             self._train_on_rollout()
             if self._is_due(cfg.evaluate_every_n_steps, before):
                 self._report.evaluate(self.step, self._model)

@@ -121,7 +121,7 @@ class SFTWarmupRecipe:
         if self.step == 0:
             self._report.evaluate(0, self._model)
         self._model.train()
-        for _ in progress_bar(range(self.step, cfg.total_steps), "SFT steps", enabled=self.ranks.is_main):
+        for _ in progress_bar(range(self.step, cfg.total_steps), "SFT steps"):
             batch = self._loader.batch(self.step)
             with self._report.phase("update", tokens=int(batch.lengths.sum())):
                 self._update(batch)

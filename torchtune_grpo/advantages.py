@@ -2,10 +2,9 @@
 
 Every component returns ``[N, R]`` fp32 on the rollout's device, a row's advantage at each of its response
 tokens and 0 elsewhere. A row whose reward is NaN (it could not be judged) is left out of all statistics and
-gets advantage 0. A group without spread, or with fewer than two judged rows, gets exactly 0. Statistics are
-float64: the mean of equal fp32 rewards is then that reward exactly, and no rounding residue is left to be
-divided by a tiny standard deviation. ``min_group_size`` lets set-up refuse a ``group_size`` that could teach
-nothing.
+gets advantage 0. A group without spread, or with fewer than two judged rows, gets exactly 0, so no rounding
+residue is ever divided by a tiny standard deviation. Statistics are float64. ``min_group_size`` lets set-up
+refuse a ``group_size`` that could teach nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -146,7 +145,8 @@ def _without_spread(total: Tensor, group_size: int) -> Tensor:
     highest = grouped.masked_fill(~judged, -torch.inf).amax(dim=1)
     lowest = grouped.masked_fill(~judged, torch.inf).amin(dim=1)
     scale = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
-    return (judged.sum(dim=1) < 2) | (highest - lowest <= SPREAD_TOLERANCE * scale)
+    # One judged row spans 0, none -inf: both count as without spread.
+    return highest - lowest <= SPREAD_TOLERANCE * scale
 
 
 def _check_eps(eps: float) -> None:

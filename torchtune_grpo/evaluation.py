@@ -86,7 +86,6 @@ class Evaluator:
         world_size: int,
     ) -> None:
         self.tasks, self._tokenizer, self._score = tasks, tokenizer, score
-        self._is_main = rank == 0
         self._loaders = {
             name: EvalLoader(
                 task.dataset,
@@ -133,7 +132,7 @@ class Evaluator:
         """Every row's result in the data set's order, on every rank. Collectives: as ``run``."""
         local: list[RowResult] = []
         loader = self._loaders[name]
-        for batch, rows in progress_bar(loader, f"evaluate {name}", enabled=self._is_main):
+        for batch, rows in progress_bar(loader, f"evaluate {name}"):
             rollout = self.tasks[name].generate(model, batch)
             rewards, texts = score_rollout(rollout, self._tokenizer, self._score)
             size = rollout.group_size

@@ -39,6 +39,11 @@ def test_group_mean_by_hand() -> None:
     assert _rows(GroupMean(), [1, 0, 0, 0, 3, 1, 2, 2], 4) == [0.75, -0.25, -0.25, -0.25, 1, -1, 0, 0]
 
 
+def test_group_mean_is_precise_far_from_zero() -> None:
+    total = [2.0**20, 2.0**20 + 1, 2.0**20 + 3]  # fp32 numbers here are 1/8 apart
+    assert _rows(GroupMean(), total, 3) == pytest.approx([-4 / 3, -1 / 3, 5 / 3])
+
+
 def test_leave_one_out_by_hand() -> None:
     # 1 - mean(0, 0, 0), 0 - mean(1, 0, 0); 3 - mean(1, 2), 1 - mean(3, 2), 2 - mean(3, 1)
     third = pytest.approx(-1 / 3)
@@ -57,6 +62,11 @@ def test_advantages_are_exactly_zero_without_spread(component: AdvantageFn) -> N
     assert _rows(component, [1, 1, 0, 0], 2) == [0, 0, 0, 0]
     assert _rows(component, [1, 1, 1, 1], 4) == [0, 0, 0, 0]
     assert _rows(component, [0.35] * 7, 7) == [0] * 7
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_advantages_are_zero_when_nothing_was_judged(component: AdvantageFn) -> None:
+    assert _rows(component, [NAN, NAN], 2) == [0, 0]
 
 
 @pytest.mark.parametrize("component", COMPONENTS)

@@ -33,7 +33,7 @@ def make_model(kind: str, *, seed: int = 0, tied: bool = True, max_seq_len: int 
     model = qwen2(**sizes) if kind == "qwen2" else llama3_2(**sizes, scale_factor=1)
     for parameter in model.parameters():
         if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=0.3)
+            nn.init.normal_(parameter, std=0.2)
         else:
             nn.init.uniform_(parameter, 0.4, 1.6)
     return model

@@ -153,6 +153,7 @@ def mixed_dataset(
         rows_per_weight = min(
             len(dataset) / weight for dataset, weight in zip(datasets, weights, strict=True)
         )
+        # 0.7 * (3 / 0.7) is a little less than 3
         counts = [int(weight * rows_per_weight + 1e-6) for weight in weights]
     elif size < 1:
         raise ConfigError(f"`size` is {size}; expected a positive number of rows, or null")

@@ -13,6 +13,7 @@ from torchtune_grpo.generation.sampling import sample, uniforms
 from torchtune_grpo.layout import shift_left
 from torchtune_grpo.models.internals import attention_swapped, unembed_swapped
 from torchtune_grpo.training.distributed import any_rank, evaluation_mode, fsdp_modules, parameters_gathered
+from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.types import PromptBatch, Rollout
 
 COMPACT_BELOW = 0.875  # rows still alive, as a share of those computed, at which ended rows are dropped
@@ -89,7 +90,7 @@ class Generate:
             cache.layout = layout
         rows = torch.arange(num_rows, device=device)  # the row that each computed one stands for
         logits = logits.repeat_interleave(self.group_size, dim=0)
-        for step in range(steps):
+        for step in progress_bar(range(steps), "rollout"):
             ids, chosen = sample(
                 logits,
                 noise[rows, step],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
@@ -35,40 +35,63 @@ FAMILIES = {"llama": Family(hf_to_tune, tune_to_hf), "qwen2": Family(qwen2_hf_to
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """``config.json`` of a Hugging Face folder. Raises ConfigError for a missing file or an unsupported family."""
+    """``config.json`` of a Hugging Face folder. Raises ConfigError: missing, unreadable, or another family."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"weights: got {folder}, expected a Hugging Face folder with config.json and *.safetensors")
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as e:
+        raise ConfigError(f"weights: cannot read {path}: {e}") from e
     if config.get("model_type") not in FAMILIES:
         raise ConfigError(f"weights: got model_type {config.get('model_type')!r} in {path}, expected {sorted(FAMILIES)}")
     return config
 
 
 def check_weights(folder: str | Path, model: TransformerDecoder) -> None:
-    """Compares a folder's tensor names and shapes with ``model`` (which may be on meta) from headers alone.
+    """Compares a folder with ``model`` (which may be on meta) from its config and its tensors' headers alone.
 
-    Raises ConfigError that names the first differences: another vocabulary, width, depth or family.
+    Raises ConfigError that names the first differences: another vocabulary, width, depth or family, or another
+    norm epsilon or rotary embedding, which no shape would show.
     """
     config = read_hf_config(folder)
     shapes: dict[str, Tensor] = {}
     for path in _safetensors(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                shapes[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
+                    shapes[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
+        except SafetensorError as e:
+            raise ConfigError(f"weights: cannot read {path}, perhaps an incomplete download: {e}") from e
     try:
-        found = {k: tuple(v.shape) for k, v in _convert(FAMILIES[config["model_type"]].from_hf, shapes, config).items()}
-    except (RuntimeError, KeyError) as e:
+        converted = _convert(FAMILIES[config["model_type"]].from_hf, shapes, config)
+    except Exception as e:  # torchtune raises bare Exception for a name it does not know
         raise ConfigError(f"weights: the tensors in {folder} contradict its config.json: {e}") from e
-    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    problems = [f"  {k}: weights {found.get(k)}, model {wanted.get(k)}" for k in sorted(found.keys() | wanted.keys())]
-    problems = [p for p, k in zip(problems, sorted(found.keys() | wanted.keys()), strict=True) if found.get(k) != wanted.get(k)]
-    if problems:
-        shown = "\n".join(problems[:6]) + (f"\n  ... {len(problems) - 6} more" if len(problems) > 6 else "")
+    found: dict[str, Any] = {k: tuple(v.shape) for k, v in converted.items()}
+    wanted: dict[str, Any] = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    for name, (theirs, ours) in _constants(config, model).items():
+        found[name], wanted[name] = theirs, ours
+    differing = [k for k in sorted(found.keys() | wanted.keys()) if found.get(k) != wanted.get(k)]
+    if differing:
+        shown = [f"  {k}: weights {found.get(k)}, model {wanted.get(k)}" for k in differing[:6]]
+        more = [f"  ... {len(differing) - 6} more"] if len(differing) > 6 else []
         raise ConfigError(
-            f"weights: got {folder}, expected weights of the model that `model` builds; they differ "
-            f"(None = absent):\n{shown}\nChange `model` or `weights`."
+            f"weights: got {folder}, expected weights of the model that `model` builds; they differ (None = absent):\n"
+            + "\n".join(shown + more)
+            + "\nChange `model` or `weights`."
         )
+
+
+def _constants(config: Mapping[str, Any], model: TransformerDecoder) -> dict[str, tuple[float, float]]:
+    """What logits depend on beside the tensors: name -> (the folder's value, the model's)."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    embedding = model.layers[0].attn.pos_embeddings
+    found = {
+        "rms_norm_eps": (config.get("rms_norm_eps"), model.norm.eps),
+        "rope_theta": (rope.get("rope_theta", config.get("rope_theta")), embedding.base),
+        "rope_scaling.factor": (rope.get("factor", 1.0), getattr(embedding, "scale_factor", 1.0)),
+    }
+    return {name: (float(a), float(b)) for name, (a, b) in found.items() if a is not None}
 
 
 def read_weights(folder: str | Path) -> dict[str, Tensor]:
@@ -110,7 +133,12 @@ def write_hf_folder(
 
 
 def llama_hf_config(model: TransformerDecoder, *, bos_id: int | None, eos_id: int, pad_id: int) -> dict[str, Any]:
-    """``config.json`` of a llama that was built here from scratch and has no folder to copy it from."""
+    """``config.json`` of a llama that was built here from scratch and has no folder to copy it from.
+
+    Raises ConfigError for a model with biases (the Qwen2 family), which a llama's config cannot describe.
+    """
+    if any(name.endswith(".bias") for name, _ in model.named_parameters()):
+        raise ConfigError("model: got one with biases and no `weights`; only llama models can be trained from scratch")
     attention = model.layers[0].attn
     assert isinstance(model.norm, RMSNorm)
     return {
@@ -126,11 +154,25 @@ def llama_hf_config(model: TransformerDecoder, *, bos_id: int | None, eos_id: in
         "max_position_embeddings": model.max_seq_len,
         "rms_norm_eps": model.norm.eps,
         "rope_theta": float(attention.pos_embeddings.base),
+        "rope_scaling": _rope_scaling(attention.pos_embeddings),
         "hidden_act": "silu",
         "tie_word_embeddings": not isinstance(model.output, nn.Module),
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         "pad_token_id": pad_id,
+    }
+
+
+def _rope_scaling(embedding: nn.Module) -> dict[str, Any] | None:
+    """Llama 3.1's stretched frequencies, None where they are not stretched."""
+    if getattr(embedding, "scale_factor", 1) == 1:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": float(embedding.scale_factor),
+        "low_freq_factor": float(embedding.low_freq_factor),
+        "high_freq_factor": float(embedding.high_freq_factor),
+        "original_max_position_embeddings": embedding.old_context_len,
     }
 
 

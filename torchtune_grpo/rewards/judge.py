@@ -43,6 +43,9 @@ class _Judge:
             except OSError:  # the helper was killed or starved of time, which says nothing about the answer
                 self._stop()
                 return None
+            except BaseException:  # Ctrl-C: the reply that is still to come must not answer the next request
+                self._stop()
+                raise
 
     def start(self) -> None:
         with self._lock:
@@ -53,13 +56,15 @@ class _Judge:
             self._stop()
 
     def _running(self) -> subprocess.Popen[bytes]:
+        # In a forked child poll() finds no child of its own: it gets a helper of its own too.
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
-        # A session of its own, so that Ctrl-C reaches this process alone; it leaves when its stdin ends. -P
-        # keeps this folder's modules from shadowing others.
+        # A session of its own, so that Ctrl-C reaches this process alone; the helper leaves when its stdin
+        # ends. As a script it would have this folder on its path, where xml.py hides the standard library's.
+        script = f"import runpy; runpy.run_path({str(_SERVER)!r}, run_name='__main__')"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_SERVER)],
+            [sys.executable, "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -67,7 +72,7 @@ class _Judge:
         )
         try:
             greeting = _read_line(self._process, _STARTUP_S)
-        except TimeoutError:
+        except OSError:
             greeting = b""
         if greeting != b"ready\n":
             self._stop()
@@ -83,10 +88,6 @@ class _Judge:
             self._process.stdin.close()
             self._process.stdout.close()
             self._process = None
-
-    def forget(self) -> None:
-        """In a forked child: the helper belongs to the parent."""
-        self.__init__()
 
 
 def _read_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
@@ -106,7 +107,6 @@ def _read_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
 
 _judge = _Judge()
 atexit.register(_judge.stop)
-os.register_at_fork(after_in_child=_judge.forget)
 
 
 def compare_math(answer: str, gold: str, timeout_s: float) -> bool | None:

@@ -1,4 +1,4 @@
-"""The helper process behind ``judge.py``: run as a script, JSON lines in on stdin, one verdict a line out on
+"""The helper process behind ``judge.py``: JSON lines in on stdin, one verdict a line out on
 stdout.
 
 It imports math-verify once and forks a child for every comparison, so that nothing an answer does (time,

@@ -4,15 +4,14 @@ import sys
 from collections.abc import Iterable
 from typing import TypeVar
 
+import torch.distributed as dist
 from tqdm import tqdm
 
 T = TypeVar("T")
 
 
-def progress_bar(items: Iterable[T], description: str, *, enabled: bool) -> Iterable[T]:
-    """``items``, with a bar on stderr that vanishes when done; silent where stderr is no terminal.
-
-    ``enabled``: whether this is rank 0.
-    """
-    silent = not (enabled and sys.stderr.isatty())
+def progress_bar(items: Iterable[T], description: str) -> Iterable[T]:
+    """``items``, with a bar on rank 0's stderr that vanishes when done; silent where stderr is no terminal."""
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    silent = not (is_main and sys.stderr.isatty())
     return tqdm(items, desc=description, disable=silent, leave=False, dynamic_ncols=True)

@@ -88,9 +88,12 @@ def test_mixed_dataset_has_exactly_its_size(weights, counts):
     assert Counter(e.source for e in mixed.examples) == dict(zip("abc", counts, strict=True))
 
 
-def test_mixed_dataset_without_size_is_the_largest_that_repeats_no_row():
-    mixed = mixed_dataset([numbered("a", 100), numbered("b", 7)], weights=[0.3, 0.1])
-    assert Counter(example.source for example in mixed.examples) == {"a": 21, "b": 7}
+@pytest.mark.parametrize(
+    ("rows", "weights", "counts"), [((100, 7), (0.3, 0.1), (21, 7)), ((3, 9), (0.7, 1.4), (3, 6))]
+)
+def test_mixed_dataset_without_size_is_the_largest_that_repeats_no_row(rows, weights, counts):
+    mixed = mixed_dataset([numbered("a", rows[0]), numbered("b", rows[1])], weights=list(weights))
+    assert Counter(example.source for example in mixed.examples) == dict(zip("ab", counts, strict=True))
 
 
 def test_mixed_dataset_gives_each_row_once_before_any_twice():

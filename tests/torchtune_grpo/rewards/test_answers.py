@@ -83,6 +83,8 @@ def test_answers_match_pays_equal_answers(answer, gold):
         ("[1,2]", "(1,2)"),
         (r"\{1,2\}", "(1,2)"),
         (r"\frac{\pi}{2^{98}}", r"\frac{\pi}{2^{99}}"),
+        (r"\frac{\pi}{2^{998}}", r"\frac{\pi}{2^{999}}"),
+        ("(0.3333333, 1)", r"(\frac{1}{3},1)"),
         (r"(\frac{1}{2^{98}},1)", r"(\frac{1}{2^{99}},1)"),
         ("2^{64}+1", "2^{64}"),
         (r"41} \boxed{42", "42"),
@@ -97,7 +99,9 @@ def test_answers_match_does_not_pay_other_answers(answer, gold):
     assert answers_match(answer, gold) is False
 
 
-@pytest.mark.parametrize("gold", ["", "  ", "$$", "???", r"\boxed{}", r"\frac{", "1}", "5\\", "1" * 1001])
+@pytest.mark.parametrize(
+    "gold", ["", "  ", "$$", "???", r"\boxed{}", r"\frac{", "1}", "}1{", "5\\", "1" * 1001]
+)
 def test_gold_that_cannot_be_judged_is_never_paid(gold):
     assert not is_gradable(gold)
     assert answers_match(gold, gold) is None

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from torchtune_grpo.rewards import judge
 from torchtune_grpo.rewards.judge import compare_math
 
 HOSTILE = [
@@ -102,3 +103,22 @@ def test_forked_process_starts_a_helper_of_its_own():
         "assert judge.compare_math('x+1', '1+x', 2.0) is True\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_helper_that_cannot_start_is_an_error(tmp_path, monkeypatch):
+    broken = tmp_path / "server.py"
+    broken.write_text("import no_such_module_at_all\n")
+    monkeypatch.setattr(judge, "_SERVER", broken)
+    with pytest.raises(RuntimeError, match="math-verify"):
+        judge._Judge().start()
+
+
+def test_an_interrupted_comparison_does_not_answer_the_next(monkeypatch):
+    def interrupt(process, timeout_s):
+        raise KeyboardInterrupt
+
+    judge.start_judge()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(judge, "_read_line", interrupt)
+        compare_math("x+1", "1+x", 1.0)
+    assert compare_math("x+1", "1-x", 1.0) is False
