@@ -167,7 +167,7 @@ def _report(error: ConfigError) -> None:
     """Rank 0 speaks for all. Another waits first: where rank 0 failed too, torchrun ends it meanwhile."""
     rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
-        time.sleep(2)
+        time.sleep(10)
     where = f" (rank {rank})" if rank else ""
     advice = f"({TRACEBACK_VARIABLE}=1 shows the traceback)"
     print(f"Config error{where}:\n{error}\n{advice}", file=sys.stderr, flush=True)

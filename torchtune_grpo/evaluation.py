@@ -23,7 +23,7 @@ from torchtune_grpo.rollouts import SAMPLE_COLUMNS, ScoreFn, sample_row, score_r
 from torchtune_grpo.training.progress import progress_bar
 
 
-SAMPLES_PER_TASK = 3
+SAMPLES_PER_TASK = 1
 
 __all__ = ["SAMPLE_COLUMNS", "EvaluationTask", "Evaluator", "RowResult", "summarize", "summarize_by_source"]
 

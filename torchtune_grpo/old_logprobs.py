@@ -50,10 +50,10 @@ class RecomputedLogprobs:
         self, model: nn.Module, rollout: Rollout, logprobs_fn: LogprobsFn, *, max_tokens: int
     ) -> tuple[Rollout, Tensor]:
         recomputed = score(model, rollout, logprobs_fn, max_tokens=max_tokens)
-        weights = torch.ones_like(recomputed)
-        if self.importance_cap is not None:
-            ratio = (recomputed - rollout.old_logprobs).exp().clamp(max=self.importance_cap)
-            weights = torch.where(rollout.response_mask, ratio, weights)
+        if self.importance_cap is None:
+            weights = torch.ones_like(recomputed)
+        else:
+            weights = (recomputed - rollout.old_logprobs).exp().clamp(max=self.importance_cap)
         return replace(rollout, old_logprobs=recomputed), weights
 
 

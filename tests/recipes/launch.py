@@ -21,7 +21,13 @@ def small_config(name: str, folder: Path, **changes: Any) -> Path:
         "output_dir": str(folder / name),
     }
     if name == "sft_warmup":
-        small |= {"dataset": {"size": 64}, "examples_per_step": 8, "total_steps": 4, "log_every_n_steps": 1}
+        small |= {
+            "dataset": {"size": 64},
+            "examples_per_step": 8,
+            "total_steps": 4,
+            "lr_scheduler": {"num_warmup_steps": 1},
+            "log_every_n_steps": 1,
+        }
     if name == "grpo":
         small |= {
             "weights": None,

@@ -86,8 +86,8 @@ def test_grpo_first_update_is_on_policy(chain: Path) -> None:
 def test_grpo_writes_samples_events_and_offline_wandb(chain: Path) -> None:
     samples = read_metrics(chain / "grpo/samples.jsonl")
     assert {"step", "source", "completion", "answer", "reward", "success"} == set(samples[0])
-    assert list((chain / "tensorboard").glob("events.out.tfevents.*"))
-    assert list(chain.glob("wandb/offline-run-*"))
+    assert list((chain / "tensorboard").rglob("events.out.tfevents.*"))
+    assert list(chain.rglob("offline-run-*"))
 
 
 def test_evaluation_reports_each_row_once_with_errors(chain: Path) -> None:

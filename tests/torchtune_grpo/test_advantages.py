@@ -71,9 +71,10 @@ def test_advantages_are_zero_when_nothing_was_judged(component: AdvantageFn) -> 
 
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_advantages_ignore_fp32_residue(component: AdvantageFn) -> None:
-    residue = torch.nextafter(torch.tensor(0.35), torch.tensor(1.0)).item()
-    assert residue > 0.35
-    assert _rows(component, [0.35, residue, 0.35, 0.35], 4) == [0, 0, 0, 0]
+    for reward in (0.35, 1000.0, -1000.0):
+        residue = torch.nextafter(torch.tensor(reward), torch.tensor(2000.0)).item()
+        assert residue > reward
+        assert _rows(component, [reward, residue, reward, reward], 4) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("component", COMPONENTS)

@@ -50,6 +50,7 @@ class Mixture:
 def exact(partial: bool = False): return ("exact", partial)
 def anything(**options): return options
 def stranger(x: NoSuchName, y: int = 0): return x
+def implicit(x: int = None): return x
 def opened(path: str): return open(path)
 NUMBER = 3
 """
@@ -212,6 +213,7 @@ def test_load_lets_the_schema_refuse_contradictions():
     "node",
     [
         {"_component_": "parts_of_user.anything", "x": {"y": ["any", 1]}},
+        {"_component_": "parts_of_user.implicit", "x": None},
         {"_component_": "parts_of_user.stranger", "x": "annotation unknown"},
         {
             "_component_": "parts_of_user.Sampler",

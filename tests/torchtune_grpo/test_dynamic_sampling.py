@@ -96,19 +96,19 @@ def test_informative_groups_takes_equally_many_rounds_on_every_rank() -> None:
 
 def test_concat_rollouts_pads_prompts_left_and_completions_right() -> None:
     narrow = make_rollout([2, 1], prompt_lengths=[2, 1])
-    wide = make_rollout([3, 4], prompt_lengths=[4, 3], seed=5)
+    wide = make_rollout([3, 5], prompt_lengths=[4, 3], seed=5)
     both = concat_rollouts([narrow, wide], pad_id=PAD)
-    assert both.tokens.shape == (4, 4 + 4)
+    assert both.tokens.shape == (4, 4 + 5)
     assert both.prompt_width == 4
     a, b = narrow.tokens.tolist()
-    assert both.tokens[:2].tolist() == [[PAD, PAD, *a, PAD, PAD], [PAD, PAD, *b, PAD, PAD]]
-    assert both.positions[:2].tolist() == [[0, 0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2, 3, 4]]
-    assert both.response_mask[:2].tolist() == [[True, True, False, False], [True, False, False, False]]
-    assert both.old_logprobs[:2].tolist() == [[-2, -2, 0, 0], [-2, 0, 0, 0]]
+    assert both.tokens[:2].tolist() == [[PAD, PAD, *a, PAD, PAD, PAD], [PAD, PAD, *b, PAD, PAD, PAD]]
+    assert both.positions[:2].tolist() == [[0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 2, 3, 4, 5]]
+    assert both.response_mask[:2].tolist() == [[True] * 2 + [False] * 3, [True] + [False] * 4]
+    assert both.old_logprobs[:2].tolist() == [[-2, -2, 0, 0, 0], [-2, 0, 0, 0, 0]]
     assert torch.equal(both.tokens[2:], wide.tokens)
     assert torch.equal(both.positions[2:], wide.positions)
     assert both.prompt_lengths.tolist() == [2, 1, 4, 3]
-    assert both.response_lengths.tolist() == [2, 1, 3, 4]
+    assert both.response_lengths.tolist() == [2, 1, 3, 5]
     assert both.answers == ["0", "1", "0", "1"]
     assert len(both.truncated) == len(both.source) == 4
     model = BigramPolicy()

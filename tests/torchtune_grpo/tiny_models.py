@@ -1,4 +1,4 @@
-"""Small models with peaked distributions, prompts for them, and a float64 forward written out from scratch."""
+"""Small random models, prompts for them, and their forward written out from scratch in float64."""
 
 import math
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def dense_logits(model: TransformerDecoder, ids: Sequence[int]) -> Tensor:
 
 
 def dense_logprobs(model: TransformerDecoder, rollout: Rollout, temperature: float) -> Tensor:
-    """Log-probabilities ``[N, R]`` of a rollout's responses by ``dense_logits``, row by row without padding."""
+    """Log-probabilities ``[N, R]`` of the responses by ``dense_logits``, row by row without padding."""
     out = torch.zeros(rollout.response_mask.shape, dtype=torch.float64)
     for row, (tokens, prompt, response) in enumerate(
         zip(rollout.tokens, rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True)
@@ -128,7 +128,7 @@ def _rms_norm(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, base: float, halves: bool) -> Tensor:
-    """Rotary embedding of ``x [heads, n, h]``: pairs (i, i + h/2) for Qwen2, (2i, 2i + 1) for torchtune's llama."""
+    """Rotary embedding of ``x [heads, n, h]``, of pairs (i, i + h/2) if ``halves``, else (2i, 2i + 1)."""
     half = x.shape[-1] // 2
     rates = base ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * rates

@@ -43,7 +43,7 @@ def is_gradable(gold: str) -> bool:
     False for one that is blank, longer than ``MAX_ANSWER_CHARS``, without any letter or digit, or broken
     LaTeX.
     """
-    if False:
+    if len(gold) > MAX_ANSWER_CHARS:
         return False
     text = normalize(gold)
     return any(char.isalnum() for char in text) and is_balanced(text)

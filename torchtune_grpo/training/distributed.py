@@ -132,7 +132,8 @@ def build_sharded(
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Full CPU tensors on rank 0, an empty dict elsewhere. Collective: one all-gather a parameter."""
+    """Full CPU tensors on rank 0, an empty dict elsewhere; where nothing is split over ranks they share the
+    parameters' memory. Collective: one all-gather a parameter."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return get_model_state_dict(model, options=options)
 
@@ -162,7 +163,8 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off, no autograd, layers eager; the model's mode is restored on exit."""
+    """Dropout off, no autograd, layers eager. On exit the model's mode is restored and its parameters are sharded:
+    the root unit keeps them whole after a forward, for a backward that does not come here."""
     was_training = model.training
     model.eval()
     try:
@@ -170,6 +172,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+        for unit in fsdp_modules(model):
+            unit.reshard()
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:

@@ -38,7 +38,7 @@ class TiedModel(nn.Module):
 class Training(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
 
     def run(self, steps: int) -> list[float]:
         """Steps on tokens of torch's generator; returns losses, draws of the other generators, and rates."""
@@ -91,14 +91,8 @@ def save(
     extra: dict[str, Any] | None = None,
     export: Callable[[Path], None] = write_weights,
 ) -> Path:
-    return manager.save(
-        step,
-        **training._asdict(),
-        extra=extra or {},
-        metrics=metrics or {},
-        config={"seed": 0},
-        export=export,
-    )
+    rest = {"extra": extra or {}, "metrics": metrics or {}, "config": {"seed": 0}, "export": export}
+    return manager.save(step, **training._asdict(), **rest)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -204,18 +198,9 @@ def test_load_into_another_model_is_an_error_that_names_resume(manager, training
 
 
 def test_load_without_a_scheduler(manager, training):
-    path = manager.save(
-        4,
-        model=training.model,
-        optimizer=training.optimizer,
-        scheduler=None,
-        extra={},
-        metrics={},
-        config={},
-        export=write_weights,
-    )
-    loaded = make_training(9)
-    assert manager.load(path, model=loaded.model, optimizer=loaded.optimizer, scheduler=None) == (4, {})
+    path = save(manager, 4, training._replace(scheduler=None))
+    loaded = make_training(9)._replace(scheduler=None)
+    assert manager.load(path, **loaded._asdict()) == (4, {})
     assert_equal(loaded.tensors(), training.tensors())
 
 
@@ -227,13 +212,8 @@ def test_save_writes_state_and_weights(manager, training):
     assert path == manager.folder / "step_00000010"
     state = json.loads((path / "state.json").read_text())
     assert state.pop("versions").keys() == {"torch", "torchtune"}
-    assert state == {
-        "step": 10,
-        "world_size": 1,
-        "extra": {"tokens": 7},
-        "metrics": {"success": 0.5},
-        "config": {"seed": 0},
-    }
+    expected = {"step": 10, "world_size": 1, "extra": {"tokens": 7}, "metrics": {"success": 0.5}}
+    assert state == expected | {"config": {"seed": 0}}
     assert resolve_weights(str(path)) == path / "hf"
 
 
@@ -298,10 +278,9 @@ def test_save_that_fails_on_one_rank_fails_on_all_and_costs_nothing(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-@pytest.mark.parametrize(("extra", "stage"), [({"bad": object()}, "completing it")])
-def test_save_of_what_json_cannot_hold_fails_and_cleans_up(manager, training, extra, stage):
-    with pytest.raises(RankError, match=f"checkpoint of step 1, {stage}: rank 0: TypeError"):
-        save(manager, 1, training, extra=extra)
+def test_save_of_what_json_cannot_hold_fails_and_cleans_up(manager, training):
+    with pytest.raises(RankError, match="checkpoint of step 1, completing it: rank 0: TypeError"):
+        save(manager, 1, training, extra={"bad": object()})
     assert list(manager.folder.iterdir()) == []
 
 
@@ -313,9 +292,8 @@ def kept_steps(manager: CheckpointManager) -> list[int]:
 
 
 def test_prune_keeps_the_last_and_the_best(tmp_path, training):
-    manager = CheckpointManager(
-        output_dir=str(tmp_path), every_n_steps=1, keep_last=2, keep_best=1, best_metric="success"
-    )
+    best = {"keep_best": 1, "best_metric": "success"}
+    manager = CheckpointManager(output_dir=str(tmp_path), every_n_steps=1, keep_last=2, **best)
     scores = [
         {"success": 0.1},
         {"success": 0.9},

@@ -249,8 +249,12 @@ def test_peak_memory_is_in_gib(monkeypatch):
     assert peak_memory_gib(torch.device("cpu")) == 3.0
 
 
-@pytest.mark.parametrize(("enabled", "terminal", "shown"), [(1, 1, True), (0, 1, False), (1, 0, False)])
-def test_progress_bar_shows_only_when_enabled_on_a_terminal(monkeypatch, capsys, enabled, terminal, shown):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: bool(terminal))
-    assert list(progress_bar(range(3), "rollout", enabled=bool(enabled))) == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("rank", "terminal", "shown"), [(0, True, True), (1, True, False), (0, False, False)]
+)
+def test_progress_bar_shows_only_on_the_terminal_of_rank_0(monkeypatch, capsys, rank, terminal, shown):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    assert list(progress_bar(range(3), "rollout")) == [0, 1, 2]
     assert ("rollout" in capsys.readouterr().err) is shown

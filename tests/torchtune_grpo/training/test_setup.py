@@ -1,0 +1,209 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from tests.torchtune_grpo.distributed_helpers import run_ranks
+from torchtune_grpo.config import ConfigError, load
+from torchtune_grpo.data import tiny_tokenizer
+from torchtune_grpo.models import tiny_llama
+from torchtune_grpo.models.weights import llama_hf_config, write_hf_folder
+from torchtune_grpo.training.distributed import Ranks
+from torchtune_grpo.training.setup import (
+    OptimizerStep,
+    RecipeConfig,
+    build_policy,
+    check_model,
+    hf_exporter,
+    per_rank,
+)
+
+TOKENIZER = tiny_tokenizer()
+MODEL = {
+    "_component_": "torchtune_grpo.models.tiny_llama",
+    "vocab_size": 60,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "embed_dim": 16,
+    "intermediate_dim": 24,
+    "max_seq_len": 32,
+}
+
+
+def _ranks(world_size: int, rank: int = 0) -> Ranks:
+    return Ranks(device=torch.device("cpu"), rank=rank, world_size=world_size)
+
+
+def _config(weights: Path | None = None, **changes: Any) -> RecipeConfig:
+    return load(
+        OmegaConf.create(
+            {
+                "output_dir": "unused",
+                "seed": 4,
+                "tokenizer": {"_component_": "torchtune_grpo.data.tiny_tokenizer"},
+                "prompt": {"_component_": "torchtune_grpo.data.Prompt"},
+                "model": MODEL | changes,
+                "weights": None if weights is None else str(weights),
+                "rewards": {"_component_": "torchtune_grpo.rewards.FormatReward"},
+            }
+        ),
+        RecipeConfig,
+    )
+
+
+def _model(**changes: int) -> nn.Module:
+    torch.manual_seed(1)
+    return tiny_llama(**{k: v for k, v in (MODEL | changes).items() if k != "_component_"})
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    model = _model()
+    config = llama_hf_config(model, bos_id=None, eos_id=TOKENIZER.eos_id, pad_id=TOKENIZER.pad_id)
+    write_hf_folder(tmp_path / "weights", model.state_dict(), config, torch.float32)
+    return tmp_path / "weights"
+
+
+def test_check_model_accepts_a_model_that_fits(weights: Path) -> None:
+    check_model(_config(), TOKENIZER, longest=32)
+    check_model(_config(weights), TOKENIZER, longest=32)
+
+
+def test_check_model_refuses_a_vocabulary_below_the_tokenizers() -> None:
+    with pytest.raises(ConfigError, match=f"model: .*{TOKENIZER.vocab_size - 1}.*{TOKENIZER.vocab_size}"):
+        check_model(_config(vocab_size=TOKENIZER.vocab_size - 1), TOKENIZER, longest=32)
+    check_model(_config(vocab_size=TOKENIZER.vocab_size), TOKENIZER, longest=32)
+
+
+def test_check_model_refuses_sequences_beyond_the_rotary_table() -> None:
+    with pytest.raises(ConfigError, match="model.max_seq_len: got 32, expected at least 33"):
+        check_model(_config(), TOKENIZER, longest=33)
+
+
+def test_check_model_refuses_weights_of_another_model(weights: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="(?s)weights: .*mlp.w1.weight.*24.*28"):
+        check_model(_config(weights, intermediate_dim=28), TOKENIZER, longest=32)
+    with pytest.raises(ConfigError, match="weights: .*no folder"):
+        check_model(_config(tmp_path / "absent"), TOKENIZER, longest=32)
+
+
+def test_per_rank_divides() -> None:
+    assert per_rank(12, _ranks(4), "prompts_per_step") == 3
+
+
+@pytest.mark.parametrize("total", [0, -4, 6])
+def test_per_rank_refuses_what_does_not_divide(total: int) -> None:
+    with pytest.raises(ConfigError, match=f"prompts_per_step: got {total}, .*4"):
+        per_rank(total, _ranks(4), "prompts_per_step")
+
+
+class _Line(nn.Module):
+    """Two parameters whose gradients a test sets by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+
+def _optimizer_step(clip: float = 1.0) -> tuple[_Line, OptimizerStep, torch.optim.Optimizer]:
+    model = _Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return model, OptimizerStep(model, optimizer, scheduler, clip), optimizer
+
+
+def test_optimizer_step_clips_steps_and_reports() -> None:
+    model, step, optimizer = _optimizer_step(clip=2.5)
+    model.weight.grad = torch.tensor([3.0, 4.0])  # norm 5, scaled to [1.5, 2.0]
+    metrics = step()
+    assert metrics == pytest.approx({"grad_norm": 5.0, "lr": 0.1, "skipped_updates": 0.0})
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([1 - 0.15, 2 - 0.2]))
+    assert model.weight.grad is None
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)  # the scheduler's turn
+
+
+def test_optimizer_step_leaves_small_gradients_as_they_are() -> None:
+    model, step, _ = _optimizer_step(clip=10.0)
+    model.weight.grad = torch.tensor([0.3, 0.4])
+    step()
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([0.97, 1.96]))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_optimizer_step_skips_gradients_that_are_not_finite(bad: float) -> None:
+    model, step, optimizer = _optimizer_step()
+    model.weight.grad = torch.tensor([bad, 1.0])
+    assert step()["skipped_updates"] == 1.0
+    assert model.weight.tolist() == [1.0, 2.0] and model.weight.grad is None
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)  # the schedule goes on
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_optimizer_step_stops_after_too_many_skips_in_a_row() -> None:
+    model, step, _ = _optimizer_step()
+
+    def spoil(times: int) -> None:
+        for _ in range(times):
+            model.weight.grad = torch.tensor([math.nan, 1.0])
+            step()
+
+    spoil(5)
+    model.weight.grad = torch.ones(2)
+    step()  # a good one in between starts the count again
+    spoil(5)
+    with pytest.raises(RuntimeError, match="6 updates in a row.*optimizer.lr"):
+        spoil(1)
+
+
+def test_optimizer_step_works_without_a_scheduler() -> None:
+    model = _Line()
+    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1), None, 1.0)
+    model.weight.grad = torch.ones(2)
+    assert step()["lr"] == pytest.approx(0.1)
+
+
+def _on_rank(rank: int, weights: Path, folder: Path) -> dict[str, Any]:
+    """Builds from weights and from scratch, exports both, and gives rank 1 alone a gradient of NaN."""
+    ranks = _ranks(2, rank)
+    for name, cfg in {"loaded": _config(weights), "scratch": _config()}.items():
+        (folder / name).mkdir(exist_ok=True)
+        model = build_policy(cfg, ranks)
+        hf_exporter(cfg, model, TOKENIZER, ranks)(folder / name)
+    frozen = build_policy(_config(weights), ranks, trainable=False)
+    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=1.0), None, 1.0)
+    (model(torch.tensor([[1, 2, 3]])).sum() * (math.nan if rank else 1.0)).backward()
+    before = [p.to_local().clone() for p in model.parameters()]
+    skipped = step()["skipped_updates"]
+    return {
+        "trainable": all(p.requires_grad for p in model.parameters()),
+        "frozen": not any(p.requires_grad for p in frozen.parameters()),
+        "skipped": skipped,
+        "kept": all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True)),
+    }
+
+
+def test_policies_on_two_ranks_load_export_and_skip_together(weights: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # here, or every rank would import it
+
+    outcomes = run_ranks(_on_rank, weights, tmp_path)
+    assert outcomes == [{"trainable": True, "frozen": True, "skipped": 1.0, "kept": True}] * 2
+    tokens = torch.tensor([[5, 1, 7, 30, 2]])
+    torch.manual_seed(4)  # the config's seed
+    scratch = tiny_llama(**{k: v for k, v in MODEL.items() if k != "_component_"})
+    for name, model in {"loaded": _model(), "scratch": scratch}.items():
+        hf = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        with torch.no_grad():
+            difference = (model(tokens) - hf(tokens).logits).abs().max()
+        assert difference < 1e-4, name
+        assert hf.config.eos_token_id == TOKENIZER.eos_id
+        text = "Tom has 7 apples. </think> <answer> 18 </answer>"
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert tokenizer.encode(text, add_special_tokens=False) == TOKENIZER.encode(text)
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
