@@ -61,12 +61,25 @@ def recipes_on_all_gpus(folder: Path) -> bool:
     ranks = str(torch.cuda.device_count())
     common = ["device=cuda", "dtype=bf16", "num_threads=4"]
     sft = [f"output_dir={folder}/sft", "total_steps=60", f"examples_per_step={8 * int(ranks)}"]
-    grpo = [f"output_dir={folder}/grpo", f"weights={folder}/sft", "total_steps=3", f"prompts_per_step={4 * int(ranks)}"]
+    grpo = [
+        f"output_dir={folder}/grpo",
+        f"weights={folder}/sft",
+        "total_steps=3",
+        f"prompts_per_step={4 * int(ranks)}",
+    ]
     for recipe, config, overrides in (
         ("sft_warmup_distributed", "sft_warmup", sft),
         ("grpo_full_finetune_distributed", "grpo", grpo),
     ):
-        command = [tune, "run", "--nproc_per_node", ranks, f"recipes/{recipe}.py", "--config", f"configs/tiny/{config}.yaml"]
+        command = [
+            tune,
+            "run",
+            "--nproc_per_node",
+            ranks,
+            f"recipes/{recipe}.py",
+            "--config",
+            f"configs/tiny/{config}.yaml",
+        ]
         if subprocess.run([*command, *common, *overrides]).returncode:
             return False
     return True

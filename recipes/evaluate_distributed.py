@@ -2,7 +2,7 @@
 
 Launch from the root of the repository, on any number of ranks (the numbers do not depend on it):
 
-    tune run --nproc_per_node 2 recipes/evaluate_distributed.py --config configs/tiny/evaluate.yaml weights=runs/tiny/grpo
+    tune run --nproc_per_node 2 recipes/evaluate_distributed.py --config configs/tiny/evaluate.yaml
 
 Writes ``<output_dir>/results.json`` and, with every completion's verdict, ``<output_dir>/<task>.jsonl``.
 """

@@ -79,9 +79,7 @@ class GRPORecipe:
         needs_reference = self._advantage_fn.needs_reference or self._loss_fn.needs_reference
         self._reference = build_policy(cfg, ranks, trainable=False) if needs_reference else None
         self._optimizer = instantiate(cfg.optimizer, params=list(self._model.parameters()))
-        self._scheduler = instantiate(
-            cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps
-        )
+        self._scheduler = instantiate(cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps)
         self._optimizer_step = OptimizerStep(self._model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
         self._export = hf_exporter(cfg, self._model, self._tokenizer, ranks)
         if resume_from is not None:
@@ -94,7 +92,14 @@ class GRPORecipe:
             ranks,
             self._evaluator,
             resumed_step=None if resume_from is None else self.step,
-            console=("reward", "success", "response_length", "entropy", "grad_norm", "tokens_per_second/rollout"),
+            console=(
+                "reward",
+                "success",
+                "response_length",
+                "entropy",
+                "grad_norm",
+                "tokens_per_second/rollout",
+            ),
         )
 
     def _setup_algorithm(self) -> None:
@@ -181,9 +186,7 @@ class GRPORecipe:
             with self._report.phase("reference"):
                 ref_logprobs = score(self._reference, rollout, self._logprobs_fn, max_tokens=max_tokens)
         with self._report.phase("old_logprobs"):
-            rollout, importance = self._old_logprobs(
-                self._model, rollout, self._logprobs_fn, max_tokens=max_tokens
-            )
+            rollout, importance = self._old_logprobs(self._model, rollout, self._logprobs_fn, max_tokens=max_tokens)
         return Trajectory(
             rollout=rollout,
             advantages=self._advantage_fn(rewards, rollout, ref_logprobs),
@@ -193,9 +196,7 @@ class GRPORecipe:
 
     def _update(self, trajectory: Trajectory) -> None:
         """One optimizer step. The gradient depends neither on the ranks nor on how rows fall into micro-batches."""
-        trajectory = normalize(
-            trajectory, self._token_weights, world_size_for_averaging=self.ranks.world_size
-        )
+        trajectory = normalize(trajectory, self._token_weights, world_size_for_averaging=self.ranks.world_size)
         micro_batches = split_in_step(trajectory, self.cfg.max_tokens_per_micro_batch)
         for i, micro in enumerate(progress_bar(micro_batches, "update")):
             set_gradient_sync(self._model, i == len(micro_batches) - 1)

@@ -58,9 +58,7 @@ class SFTWarmupRecipe:
         torch.manual_seed(cfg.seed + ranks.rank)
         self._model = build_policy(cfg, ranks)
         self._optimizer = instantiate(cfg.optimizer, params=list(self._model.parameters()))
-        self._scheduler = instantiate(
-            cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps
-        )
+        self._scheduler = instantiate(cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps)
         self._optimizer_step = OptimizerStep(self._model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
         self._export = hf_exporter(cfg, self._model, self._tokenizer, ranks)
         if resume_from is not None:

@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 NAMES = [str(path.relative_to(ROOT)) for path in CONFIGS]
 GSM8K_ROWS = [{"question": f"What is {i} plus {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(1, 21)]
-MATH_ROWS = [{"problem": f"Find ${i}^2$.", "solution": rf"It is $\boxed{{{i * i}}}$.", "answer": str(i * i)} for i in (3, 4)]
+MATH_ROWS = [
+    {"problem": f"Find ${i}^2$.", "solution": rf"It is $\boxed{{{i * i}}}$.", "answer": str(i * i)} for i in (3, 4)
+]
 
 
 def recipe_of(path: Path) -> ModuleType:
@@ -52,7 +54,11 @@ def localized(node: Any, paths: dict[str, str]) -> Any:
         return node
     copy = {key: localized(value, paths) for key, value in node.items()}
     target = str(copy.get("_component_"))
-    for component, name in {"gsm8k_dataset": "gsm8k", "math_dataset": "math", "data.Tokenizer": "tokenizer"}.items():
+    for component, name in {
+        "gsm8k_dataset": "gsm8k",
+        "math_dataset": "math",
+        "data.Tokenizer": "tokenizer",
+    }.items():
         if target.endswith(component):
             copy["path"] = paths[name]
     if "log_dir" in copy:
@@ -112,7 +118,11 @@ def test_model_fits_tokenizer_and_longest_sequence(path: Path) -> None:
 
 def test_every_recipe_has_a_tiny_config() -> None:
     recipes = {path.stem for path in (ROOT / "recipes").glob("*_distributed.py")}
-    covered = {name for path in (ROOT / "configs/tiny").glob("*.yaml") for name in re.findall(r"recipes/(\w+)\.py", path.read_text())}
+    covered = {
+        name
+        for path in (ROOT / "configs/tiny").glob("*.yaml")
+        for name in re.findall(r"recipes/(\w+)\.py", path.read_text())
+    }
     assert covered == recipes
 
 

@@ -39,9 +39,7 @@ class GroupZScore:
     def __post_init__(self) -> None:
         _check_eps(self.eps)
         if self.ddof not in (0, 1):
-            raise ConfigError(
-                f"ddof: got {self.ddof}, expected 0 (population) or 1 (sample standard deviation)"
-            )
+            raise ConfigError(f"ddof: got {self.ddof}, expected 0 (population) or 1 (sample standard deviation)")
 
     def __call__(self, rewards: Rewards, rollout: Rollout, ref_logprobs: Tensor) -> Tensor:
         centred, judged = _centred(rewards.total, rollout.group_size)

@@ -1,8 +1,8 @@
 """``python -m torchtune_grpo.demo``: the embedded default from nothing to above 90 %, through the real recipes.
 
 SFT warm-up, GRPO, and an evaluation on held-out problems before, between and after, each launched with ``tune run``
-from the root of the repository. Writes ``results.json`` and ``learning_curve.png`` into ``--output-dir``. A run that was
-interrupted goes on where it stopped.
+from the root of the repository. Writes ``results.json`` and ``learning_curve.png`` into ``--output-dir``. A run that
+was interrupted goes on where it stopped.
 """
 
 import argparse
@@ -47,7 +47,10 @@ def evaluate(weights: str, folder: Path, seed: int, ranks: int) -> dict[str, flo
 
 def table(results: dict[str, dict[str, float]]) -> str:
     n = int(next(iter(results.values()))["eval/greedy/n"])
-    lines = [f"Held-out problems, n = {n} (+- standard error)", f"{'':12}" + "".join(f"{c:>20}" for c in COLUMNS)]
+    lines = [
+        f"Held-out problems, n = {n} (+- standard error)",
+        f"{'':12}" + "".join(f"{c:>20}" for c in COLUMNS),
+    ]
     for stage, metrics in results.items():
         cells = [
             f"{metrics[m]:.3f} +- {metrics[f'{m}_stderr']:.3f}" if f"{m}_stderr" in metrics else f"{metrics[m]:.3f}"

@@ -35,9 +35,7 @@ class InformativeGroups:
 
     def __init__(self, *, num_groups: int, max_rounds: int) -> None:
         if max_rounds < 1:
-            raise ConfigError(
-                f"max_sampling_rounds: got {max_rounds}, expected >= 1 (1: no dynamic sampling)"
-            )
+            raise ConfigError(f"max_sampling_rounds: got {max_rounds}, expected >= 1 (1: no dynamic sampling)")
         self.full = False
         """True once no more rounds are wanted; the same on every rank."""
         self._num_groups = num_groups

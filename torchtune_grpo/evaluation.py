@@ -22,7 +22,6 @@ from torchtune_grpo.rewards import canonical_answer, parse_completion
 from torchtune_grpo.rollouts import SAMPLE_COLUMNS, ScoreFn, sample_row, score_rollout
 from torchtune_grpo.training.progress import progress_bar
 
-
 SAMPLES_PER_TASK = 1
 
 __all__ = ["SAMPLE_COLUMNS", "EvaluationTask", "Evaluator", "RowResult", "summarize", "summarize_by_source"]
@@ -45,14 +44,16 @@ class EvaluationTask:
     def __post_init__(self) -> None:
         bad = [k for k in self.k if not 1 <= k <= self.generate.group_size]
         if bad or not self.k:
-            raise ConfigError(f"k: got {self.k}, expected numbers from 1 to generate.group_size ({self.generate.group_size})")
+            raise ConfigError(
+                f"k: got {self.k}, expected numbers from 1 to generate.group_size ({self.generate.group_size})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowResult:
     """One question's completions: verdicts of the verifier (a completion it could not judge counts as wrong),
-    extracted answers in canonical form (None = no answer), reward parts, lengths in tokens, cut-off flags, and the first
-    completion as a row of the table of samples."""
+    extracted answers in canonical form (None = no answer), reward parts, lengths in tokens, cut-off flags, and the
+    first completion as a row of the table of samples."""
 
     row: int
     source: str
@@ -201,7 +202,7 @@ def summarize_by_source(results: Sequence[RowResult], ks: Sequence[int], *, pref
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that at least one of k draws without replacement from n completions, ``correct`` of them right, is right."""
+    """Chance that one of k draws without replacement from n completions, ``correct`` of them right, is right."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 

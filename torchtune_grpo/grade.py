@@ -58,9 +58,7 @@ def _checked(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RowError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise RowError(
-            f"{where}: got a JSON {type(row).__name__}, expected an object with {', '.join(_KEYS)}"
-        )
+        raise RowError(f"{where}: got a JSON {type(row).__name__}, expected an object with {', '.join(_KEYS)}")
     for key, kind in _KEYS.items():
         if key not in row:
             raise RowError(f"{where}: missing the key {key!r}, expected a {kind.__name__}")

@@ -25,9 +25,7 @@ def minibatches(trajectory: Trajectory, n: int) -> list[Trajectory]:
     group_size = trajectory.rollout.group_size
     groups = len(trajectory) // group_size
     if n < 1 or groups % n:
-        raise ConfigError(
-            f"minibatches_per_epoch: got {n}, expected a divisor of the {groups} prompts of a rank"
-        )
+        raise ConfigError(f"minibatches_per_epoch: got {n}, expected a divisor of the {groups} prompts of a rank")
     return [trajectory.rows(rows) for rows in torch.arange(len(trajectory)).view(n, -1)]
 
 

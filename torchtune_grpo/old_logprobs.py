@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.microbatches import crop_rollout, plan_in_step
+from torchtune_grpo.training.distributed import evaluation_mode
 from torchtune_grpo.types import LogprobsFn, Rollout
 
 
@@ -42,9 +43,7 @@ class RecomputedLogprobs:
 
     def __post_init__(self) -> None:
         if self.importance_cap is not None and self.importance_cap <= 0:
-            raise ConfigError(
-                f"importance_cap: got {self.importance_cap}, expected > 0, or null for no correction"
-            )
+            raise ConfigError(f"importance_cap: got {self.importance_cap}, expected > 0, or null for no correction")
 
     def __call__(
         self, model: nn.Module, rollout: Rollout, logprobs_fn: LogprobsFn, *, max_tokens: int
@@ -57,24 +56,19 @@ class RecomputedLogprobs:
         return replace(rollout, old_logprobs=recomputed), weights
 
 
-@torch.no_grad()
 def score(model: nn.Module, rollout: Rollout, logprobs_fn: LogprobsFn, *, max_tokens: int) -> Tensor:
-    """Log-probabilities of the sampled tokens under ``model``, fp32 ``[N, R]``, 0 outside the response mask.
+    """Log-probabilities of the rollout's tokens under ``model``, fp32 ``[N, R]``, 0 outside the response mask.
 
-    Without gradient, in eval mode (the mode is restored), in micro-batches of at most ``max_tokens``
-    (``plan``). Serves old and reference log-probabilities.
+    Without gradient, in eval mode (the mode is restored, the parameters sharded again), in micro-batches of at most
+    ``max_tokens`` (``plan``). Serves old and reference log-probabilities.
 
-    Collectives: one all_reduce; then equally many forwards on every rank, with those that ``logprobs_fn`` and
-    a sharded model make.
+    Collectives: one all_reduce; then equally many forwards on every rank, with those that ``logprobs_fn`` and a
+    sharded model make.
     """
     result = torch.zeros_like(rollout.old_logprobs)
-    training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for rows in plan_in_step(rollout, max_tokens):
             part = crop_rollout(rollout.rows(rows))
             width = part.response_mask.shape[1]
             result[rows.to(result.device), :width] = logprobs_fn(model, part)
-    finally:
-        model.train(training)
     return result

@@ -85,9 +85,7 @@ def _draw_run(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m torchtune_grpo.plot", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="output_dir of a run")
-    parser.add_argument(
-        "--out", type=Path, default=None, help="default: RUN_DIR/learning_curve.png of the first"
-    )
+    parser.add_argument("--out", type=Path, default=None, help="default: RUN_DIR/learning_curve.png of the first")
     options = parser.parse_args(arguments)
     try:
         runs = {str(folder): read_run(folder) for folder in options.runs}

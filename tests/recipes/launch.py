@@ -16,7 +16,13 @@ def small_config(name: str, folder: Path, **changes: Any) -> Path:
     """``configs/tiny/<name>.yaml`` with a smaller model and data, ``changes`` merged in, written to ``folder``."""
     cfg = OmegaConf.load(ROOT / f"configs/tiny/{name}.yaml")
     small: dict[str, Any] = {
-        "model": {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "intermediate_dim": 32},
+        "model": {
+            "num_layers": 2,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "embed_dim": 16,
+            "intermediate_dim": 32,
+        },
         "evaluation": {task: SMALL_TASK for task in cfg.evaluation},
         "output_dir": str(folder / name),
     }
@@ -39,7 +45,12 @@ def small_config(name: str, folder: Path, **changes: Any) -> Path:
             # Untrained completions are never right; their lengths differ, which gives the groups a spread.
             "rewards": {
                 "weights": {"length": 1.0},
-                "fns": {"length": {"_component_": "torchtune_grpo.rewards.LengthPenalty", "max_response_tokens": 8}},
+                "fns": {
+                    "length": {
+                        "_component_": "torchtune_grpo.rewards.LengthPenalty",
+                        "max_response_tokens": 8,
+                    }
+                },
             },
         }
     path = folder / f"{name}.yaml"

@@ -43,8 +43,15 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chain")
     run_ok("sft_warmup", small_config("sft_warmup", folder))
     loggers = [
-        {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": str(folder / "tensorboard")},
-        {"_component_": "torchtune.training.metric_logging.WandBLogger", "project": "test", "dir": str(folder)},
+        {
+            "_component_": "torchtune.training.metric_logging.TensorBoardLogger",
+            "log_dir": str(folder / "tensorboard"),
+        },
+        {
+            "_component_": "torchtune.training.metric_logging.WandBLogger",
+            "project": "test",
+            "dir": str(folder),
+        },
     ]
     sft = str(folder / "sft_warmup")
     run_ok("grpo_full_finetune", small_config("grpo", folder, weights=sft, metric_loggers=loggers))
@@ -125,7 +132,10 @@ def test_grpo_changes_the_weights_it_started_from(chain: Path) -> None:
 
 
 def test_killed_grpo_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    every_step = {"checkpoints": {"every_n_steps": 1, "keep_last": 9, "keep_best": 0}, "epochs_per_rollout": 1}
+    every_step = {
+        "checkpoints": {"every_n_steps": 1, "keep_last": 9, "keep_best": 0},
+        "epochs_per_rollout": 1,
+    }
     whole = small_config("grpo", tmp_path / "whole", **every_step)
     killed = small_config("grpo", tmp_path / "killed", **every_step)
     run_ok("grpo_full_finetune", whole)
@@ -151,7 +161,7 @@ def test_killed_grpo_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_every_variant_runs_together(tmp_path: Path) -> None:
-    """Reference with KL in loss and reward, RLOO, sequence mean, recomputed logprobs, dynamic sampling, mini-batches."""
+    """Reference with KL in loss and reward, RLOO, sequence mean, recomputed logprobs, dynamic sampling, minibatches."""
     config = small_config(
         "grpo",
         tmp_path,

@@ -67,9 +67,7 @@ def _rank_main(
     try:
         torch.save((fn(rank, *args), None), _outcome(folder, rank))
     except Exception:
-        torch.save(
-            (None, (time.monotonic(), f"rank {rank}: {traceback.format_exc()}")), _outcome(folder, rank)
-        )
+        torch.save((None, (time.monotonic(), f"rank {rank}: {traceback.format_exc()}")), _outcome(folder, rank))
     finally:
         dist.destroy_process_group()
 

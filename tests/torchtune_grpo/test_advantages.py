@@ -141,9 +141,7 @@ def test_kl_penalized_reward_uses_the_estimator_named() -> None:
     rollout = make_rollout([1, 1], group_size=2)
     ref = torch.tensor([[-2.5], [-2.0]])
     component = KLPenalizedReward(advantage=LeaveOneOut(), coefficient=1.0, estimator="k2")
-    torch.testing.assert_close(
-        component(make_rewards([0, 0]), rollout, ref), torch.tensor([[-0.125], [0.125]])
-    )
+    torch.testing.assert_close(component(make_rewards([0, 0]), rollout, ref), torch.tensor([[-0.125], [0.125]]))
 
 
 def test_kl_penalized_reward_needs_a_reference_only_with_a_coefficient() -> None:

@@ -120,8 +120,7 @@ def test_load_returns_typed_values_with_interpolations_resolved():
         ("sampler: {stop: [1]}", "sampler.stop[0]: got the int 1, expected a str"),
         (
             "sampler: {mode: greddy}",
-            "sampler.mode: got the string 'greddy', expected one of 'greedy', 'random'; "
-            "did you mean 'greedy'?",
+            "sampler.mode: got the string 'greddy', expected one of 'greedy', 'random'; did you mean 'greedy'?",
         ),
         ("sampler: {pad_id: 0}", "sampler.pad_id: this value comes from the recipe: remove the key"),
         (
@@ -147,8 +146,7 @@ def test_load_returns_typed_values_with_interpolations_resolved():
         ),
         (
             "judges: [{_component_: ../parts.exact}]",
-            "judges[0]._component_: got the string '../parts.exact', "
-            "expected a dotpath such as package.module.name",
+            "judges[0]._component_: got the string '../parts.exact', expected a dotpath such as package.module.name",
         ),
     ],
 )
@@ -161,8 +159,7 @@ def test_load_says_that_a_quoted_number_is_a_string(key: str):
     changes = OmegaConf.create({})
     OmegaConf.update(changes, key, "1e-6")
     assert faults(OmegaConf.to_yaml(changes)) == [
-        f"{key}: got the string '1e-6', expected a float; "
-        "it was read as a string: write the number without quotes"
+        f"{key}: got the string '1e-6', expected a float; it was read as a string: write the number without quotes"
     ]
 
 
@@ -261,9 +258,7 @@ def test_instantiate_prefixes_a_refusal_with_the_key():
 
 
 def test_instantiate_makes_a_missing_file_a_config_error():
-    cfg = load(
-        OmegaConf.merge(GOOD, {"mixture": {"_component_": "parts_of_user.opened", "path": "none"}}), Schema
-    )
+    cfg = load(OmegaConf.merge(GOOD, {"mixture": {"_component_": "parts_of_user.opened", "path": "none"}}), Schema)
     with pytest.raises(ConfigError, match="^mixture: .*No such file or directory: 'none'"):
         instantiate(cfg.mixture)
 
@@ -283,9 +278,7 @@ def test_instantiate_prefers_the_working_directory_to_what_is_installed(user_fol
 
 
 def test_to_yaml_is_read_back_to_an_equal_config():
-    cfg = load(
-        OmegaConf.merge(GOOD, {"lr": 1e-6, "judges": [{"_component_": "parts_of_user.exact"}]}), Schema
-    )
+    cfg = load(OmegaConf.merge(GOOD, {"lr": 1e-6, "judges": [{"_component_": "parts_of_user.exact"}]}), Schema)
     again = load(OmegaConf.create(to_yaml(cfg)), Schema)
     assert again == cfg and again.lr == 1e-6
 

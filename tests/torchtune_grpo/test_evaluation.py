@@ -43,9 +43,7 @@ def _result(row: int, success: Sequence[int], answers: Sequence[str | None], sou
     )
 
 
-@pytest.mark.parametrize(
-    ("n", "correct", "k"), [(4, 1, 2), (5, 2, 3), (6, 0, 2), (6, 6, 6), (8, 3, 1), (5, 4, 2)]
-)
+@pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 2), (5, 2, 3), (6, 0, 2), (6, 6, 6), (8, 3, 1), (5, 4, 2)])
 def test_pass_at_k_counts_subsets_with_a_success(n: int, correct: int, k: int) -> None:
     subsets = list(combinations(range(n), k))
     share = sum(any(i < correct for i in subset) for subset in subsets) / len(subsets)
@@ -124,15 +122,11 @@ def _dataset(rows: int) -> Dataset:
 def _score(texts: list[str], answers: list[str], **context: Any) -> Rewards:
     """Verdicts by a checksum of text and gold; every fourth gold cannot be judged."""
     marks = [float(sum(map(ord, text + gold)) % 2) for text, gold in zip(texts, answers, strict=True)]
-    verdicts = torch.tensor(
-        [NAN if int(gold) % 4 == 3 else m for m, gold in zip(marks, answers, strict=True)]
-    )
+    verdicts = torch.tensor([NAN if int(gold) % 4 == 3 else m for m, gold in zip(marks, answers, strict=True)])
     return Rewards(total=verdicts, parts={"correct": verdicts}, success=verdicts)
 
 
-def _evaluator(
-    batch_size: int, *, rank: int = 0, world_size: int = 1, rows: int = 7, **task: Any
-) -> Evaluator:
+def _evaluator(batch_size: int, *, rank: int = 0, world_size: int = 1, rows: int = 7, **task: Any) -> Evaluator:
     generate = Generate(group_size=4, max_new_tokens=5)
     settings = {
         "dataset": _dataset(rows),

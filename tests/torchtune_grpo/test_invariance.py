@@ -43,9 +43,7 @@ def _gradients_on_rank(rank: int) -> list[torch.Tensor]:
     mine = _trajectory().rows(torch.tensor(RANK_ROWS[rank]))
     weighted = [normalize(mine, normalizer, world_size_for_averaging=2) for normalizer in NORMALIZERS]
     return [
-        _gradient(split_in_step(trajectory, max_tokens=12), loss_fn)
-        for trajectory in weighted
-        for loss_fn in LOSSES
+        _gradient(split_in_step(trajectory, max_tokens=12), loss_fn) for trajectory in weighted for loss_fn in LOSSES
     ]
 
 

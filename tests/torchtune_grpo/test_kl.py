@@ -54,9 +54,7 @@ def test_kl_estimate_mean_over_policy_is_exact_kl(estimator: str) -> None:
 
 
 def test_kl_estimate_k1_gradient_is_zero_on_average() -> None:
-    torch.testing.assert_close(
-        _expected_gradient("k1"), torch.zeros(7, dtype=torch.float64), atol=1e-12, rtol=0
-    )
+    torch.testing.assert_close(_expected_gradient("k1"), torch.zeros(7, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
 def test_kl_estimate_k2_gradient_is_that_of_reverse_kl() -> None:

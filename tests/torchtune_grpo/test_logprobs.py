@@ -12,9 +12,7 @@ from torchtune_grpo.types import Rollout
 
 
 def _rollout(response_lengths: tuple[int, ...] = (3, 1, 5, 2), extra: int = 2) -> Rollout:
-    return make_rollout(
-        list(response_lengths), prompt_lengths=[1, 4, 2, 3][: len(response_lengths)], extra=extra
-    )
+    return make_rollout(list(response_lengths), prompt_lengths=[1, 4, 2, 3][: len(response_lengths)], extra=extra)
 
 
 class _Logits(nn.Module):

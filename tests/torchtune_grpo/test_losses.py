@@ -54,9 +54,7 @@ def _random(seed: int = 0, spread: float = 0.3) -> tuple[Tensor, Trajectory]:
     mask = rollout.response_mask
     old, step, step_ref = torch.randn(3, *mask.shape, generator=generator, dtype=torch.float64) * mask
     rollout = replace(rollout, old_logprobs=old - 2.0 * mask)
-    trajectory = make_trajectory(
-        rollout, [1.0, -0.7, 2.0, 0.4], ref_logprobs=rollout.old_logprobs + 0.5 * step_ref
-    )
+    trajectory = make_trajectory(rollout, [1.0, -0.7, 2.0, 0.4], ref_logprobs=rollout.old_logprobs + 0.5 * step_ref)
     logprobs = (rollout.old_logprobs + spread * step).requires_grad_()
     return logprobs, normalize(trajectory, SequenceMean(), world_size_for_averaging=1)
 

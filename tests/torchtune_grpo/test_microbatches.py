@@ -75,9 +75,7 @@ def test_plan_counts_the_longest_prompt_plus_the_longest_response() -> None:
     st.integers(1, 3),
     st.integers(1, 80),
 )
-def test_plan_covers_every_row_once_within_budget(
-    groups: list[tuple[int, int]], size: int, budget: int
-) -> None:
+def test_plan_covers_every_row_once_within_budget(groups: list[tuple[int, int]], size: int, budget: int) -> None:
     prompts, responses = ([lengths[i] for lengths in groups for _ in range(size)] for i in range(2))
     parts = _plan(responses, prompts, size, budget)
     assert sorted(row for part in parts for row in part) == list(range(len(prompts)))

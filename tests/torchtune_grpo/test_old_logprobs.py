@@ -24,9 +24,7 @@ def _shifted(model: nn.Module, rollout: Rollout, shift: float) -> Rollout:
 
 def test_sampled_logprobs_change_nothing() -> None:
     rollout = _rollout()
-    kept, weights = SampledLogprobs()(
-        BigramPolicy(dtype=torch.float32), rollout, bigram_logprobs, max_tokens=8
-    )
+    kept, weights = SampledLogprobs()(BigramPolicy(dtype=torch.float32), rollout, bigram_logprobs, max_tokens=8)
     assert kept is rollout
     assert torch.equal(weights, torch.ones_like(rollout.old_logprobs))
 
@@ -35,9 +33,7 @@ def test_sampled_logprobs_change_nothing() -> None:
     ("cap", "shift", "expected"),
     [(2.0, 0.5, math.exp(0.5)), (2.0, 1.0, 2.0), (2.0, -1.0, math.exp(-1)), (None, 1.0, 1.0)],
 )
-def test_recomputed_logprobs_weigh_by_truncated_ratio(
-    cap: float | None, shift: float, expected: float
-) -> None:
+def test_recomputed_logprobs_weigh_by_truncated_ratio(cap: float | None, shift: float, expected: float) -> None:
     model = BigramPolicy(dtype=torch.float32)
     rollout = _shifted(model, _rollout(), shift)
     recompute = RecomputedLogprobs(importance_cap=cap)

@@ -118,8 +118,7 @@ def make_prompts(
 def responses(rollout: Rollout) -> list[list[int]]:
     """Each row's response, stop token included, padding left out."""
     return [
-        row[:length]
-        for row, length in zip(rollout.responses.tolist(), rollout.response_lengths.tolist(), strict=True)
+        row[:length] for row, length in zip(rollout.responses.tolist(), rollout.response_lengths.tolist(), strict=True)
     ]
 
 

@@ -119,9 +119,7 @@ def collect(
         if not member(index) or not chosen(row):
             continue
         if missing := set(fields) - set(row):
-            raise ConfigError(
-                f"`path`: row {index} has the fields {list(row)}; expected also {sorted(missing)}"
-            )
+            raise ConfigError(f"`path`: row {index} has the fields {list(row)}; expected also {sorted(missing)}")
         example = parse(row) if all(row[name] for name in fields) else "field_empty"
         if isinstance(example, Example) and not is_gradable(example.answer):
             example = "answer_not_gradable"
@@ -132,9 +130,7 @@ def collect(
     return Dataset(examples=examples, dropped=dict(dropped))
 
 
-def mixed_dataset(
-    datasets: list[Dataset], weights: list[float], size: int | None = None, seed: int = 0
-) -> Dataset:
+def mixed_dataset(datasets: list[Dataset], weights: list[float], size: int | None = None, seed: int = 0) -> Dataset:
     """``size`` rows drawn from several data sets in proportion to ``weights``, shuffled.
 
     A data set gives no row twice before it has given each once. ``size=None`` takes the largest mixture that
@@ -144,15 +140,11 @@ def mixed_dataset(
         ConfigError: not one positive weight for each data set, an empty data set, or a size below 1.
     """
     if not datasets or len(weights) != len(datasets) or not all(weight > 0 for weight in weights):
-        raise ConfigError(
-            f"`weights` is {list(weights)}; expected {len(datasets)} positive numbers, one a data set"
-        )
+        raise ConfigError(f"`weights` is {list(weights)}; expected {len(datasets)} positive numbers, one a data set")
     if not all(len(dataset) for dataset in datasets):
         raise ConfigError(f"`datasets` have {[len(d) for d in datasets]} rows; expected at least one in each")
     if size is None:
-        rows_per_weight = min(
-            len(dataset) / weight for dataset, weight in zip(datasets, weights, strict=True)
-        )
+        rows_per_weight = min(len(dataset) / weight for dataset, weight in zip(datasets, weights, strict=True))
         # 0.7 * (3 / 0.7) is a little less than 3
         counts = [int(weight * rows_per_weight + 1e-6) for weight in weights]
     elif size < 1:
@@ -160,9 +152,7 @@ def mixed_dataset(
     else:
         counts = _shares(size, weights)
     rng = random.Random(mix_seed(seed, len(datasets)))
-    examples = [
-        example for dataset, n in zip(datasets, counts, strict=True) for example in _draw(dataset, n, rng)
-    ]
+    examples = [example for dataset, n in zip(datasets, counts, strict=True) for example in _draw(dataset, n, rng)]
     rng.shuffle(examples)
     dropped = sum((Counter(dataset.dropped) for dataset in datasets), Counter())
     return Dataset(examples=examples, dropped=dict(dropped))

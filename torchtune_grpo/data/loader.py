@@ -91,9 +91,7 @@ class PromptLoader:
         seed: int,
     ) -> None:
         self._rows, self.dropped = _encode_prompts(dataset, tokenizer, prompt, max_prompt_tokens)
-        self._order = _EpochOrder(
-            len(self._rows), batch_size=batch_size, rank=rank, world_size=world_size, seed=seed
-        )
+        self._order = _EpochOrder(len(self._rows), batch_size=batch_size, rank=rank, world_size=world_size, seed=seed)
         self._tokenizer, self._rank, self._seed = tokenizer, rank, seed
         self.steps_per_epoch = self._order.steps_per_epoch
 
@@ -177,9 +175,7 @@ class SFTLoader:
         encoded = [_encode_example(example, tokenizer, prompt) for example in dataset.examples]
         self._rows = [row for row in encoded if len(row[0]) <= max_tokens]
         self.dropped = _counted("example_too_long", len(encoded) - len(self._rows))
-        self._order = _EpochOrder(
-            len(self._rows), batch_size=batch_size, rank=rank, world_size=world_size, seed=seed
-        )
+        self._order = _EpochOrder(len(self._rows), batch_size=batch_size, rank=rank, world_size=world_size, seed=seed)
         self._pad_id = tokenizer.pad_id
         self.steps_per_epoch = self._order.steps_per_epoch
 

@@ -31,13 +31,9 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if self.template.count(_PLACE) != 1:
-            raise ConfigError(
-                f"`prompt.template` has {_PLACE} {self.template.count(_PLACE)} times; expected it once"
-            )
+            raise ConfigError(f"`prompt.template` has {_PLACE} {self.template.count(_PLACE)} times; expected it once")
         if not self.template.endswith("<think>"):
-            raise ConfigError(
-                f"`prompt.template` ends in {self.template[-20:]!r}; expected it to end in '<think>'"
-            )
+            raise ConfigError(f"`prompt.template` ends in {self.template[-20:]!r}; expected it to end in '<think>'")
 
     def text(self, question: str) -> str:
         """The prompt as text."""

@@ -179,9 +179,7 @@ def write_tiny_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.Sequence(
         [decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(), decoders.Replace(superfluous, "")]
     )
-    tokenizer.add_special_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS]
-    )
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}

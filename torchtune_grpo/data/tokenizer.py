@@ -49,9 +49,7 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
-            raise ConfigError(
-                f"`tokenizer.path`: cannot read {folder / 'tokenizer.json'}: {error}"
-            ) from error
+            raise ConfigError(f"`tokenizer.path`: cannot read {folder / 'tokenizer.json'}: {error}") from error
         # A file saved after training with padding or truncation switched on would apply them to every text.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -83,9 +81,7 @@ class Tokenizer:
             )
         unknown = [token for token in stop_tokens if self._tokenizer.token_to_id(token) is None]
         if unknown:
-            raise ConfigError(
-                f"`tokenizer.stop_tokens` has {unknown}; expected tokens of the vocabulary in {folder}"
-            )
+            raise ConfigError(f"`tokenizer.stop_tokens` has {unknown}; expected tokens of the vocabulary in {folder}")
         self.eos_id = stop_ids[0]
         self.stop_ids = tuple(dict.fromkeys([*stop_ids, *self._ids(stop_tokens)]))
         self.pad_id = self.eos_id if pad_id is None else pad_id

@@ -63,7 +63,8 @@ class Generate:
         sharded = bool(fsdp_modules(model))
         gathered = parameters_gathered(model) if sharded and self.gather_parameters else nullcontext()
         in_step = sharded and not self.gather_parameters
-        with evaluation_mode(model), gathered, attention_swapped(model, self._layer_cache) as caches:
+        eager = torch.compiler.set_stance("force_eager")  # shapes change at every token
+        with evaluation_mode(model), gathered, eager, attention_swapped(model, self._layer_cache) as caches:
             tokens, logprobs, lengths, truncated = self._decode(model, batch, caches, in_step)
         return self._rollout(batch, tokens, logprobs, lengths, truncated)
 

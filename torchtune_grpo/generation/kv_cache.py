@@ -89,11 +89,6 @@ class LayerCache:
             self.k = self.k[rows, :, : self.length]
             self.v = self.v[rows, :, : self.length]
 
-    def nbytes(self) -> int:
-        """Bytes allocated for keys and values, prompt and response."""
-        response = 2 * self.k.nbytes if self.length else 0
-        return 2 * self.prompt_k.nbytes + response
-
     def _append(self, k: Tensor, v: Tensor) -> None:
         if self.length == 0:
             self.k, self.v = k[:, :, :0], v[:, :, :0]
@@ -105,7 +100,7 @@ class LayerCache:
         self.length += 1
 
     def _decode(self, q: Tensor) -> Tensor:
-        """``q [n, n_heads, 1, h]`` -> the same shape. Scores and softmax in fp32."""
+        """``q [n, n_heads, 1, h]`` -> the same shape. The softmax is fp32."""
         layout = self.layout
         n, num_heads, _, head_dim = q.shape
         kv_heads = self.prompt_k.shape[1]

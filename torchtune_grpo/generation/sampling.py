@@ -38,10 +38,9 @@ def sample(
     probs = torch.exp(logits - normalizer[:, None])
     if top_k is not None or top_p is not None or min_p is not None:
         probs = truncate(probs, top_k=top_k, top_p=top_p, min_p=min_p)
-    cdf = probs.cumsum(dim=-1)
-    total = cdf[:, -1]
-    # Strictly below the total, or rounding could select a token past the last one with mass.
-    target = torch.minimum(uniform.to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # float64: a parallel scan need not be monotone, and rounding must not give mass to a token that has none.
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
+    target = uniform.double() * cdf[:, -1]  # uniform <= 1 - 2**-24, so the product is below the total
     ids = torch.searchsorted(cdf, target[:, None], right=True).squeeze(-1)
     return ids, _chosen(logits, ids) - normalizer
 

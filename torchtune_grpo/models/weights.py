@@ -44,7 +44,9 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     except ValueError as e:
         raise ConfigError(f"weights: cannot read {path}: {e}") from e
     if config.get("model_type") not in FAMILIES:
-        raise ConfigError(f"weights: got model_type {config.get('model_type')!r} in {path}, expected {sorted(FAMILIES)}")
+        raise ConfigError(
+            f"weights: got model_type {config.get('model_type')!r} in {path}, expected {sorted(FAMILIES)}"
+        )
     return config
 
 

@@ -9,9 +9,7 @@ from torchtune_grpo.rewards.numeric import UNITS, parse_number
 
 MAX_ANSWER_CHARS = 1000
 
-_FUNCTIONS = (
-    "arcsin arccos arctan sinh cosh tanh sin cos tan sec csc cot log ln exp sqrt pi theta infty infinity inf"
-)
+_FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan sec csc cot log ln exp sqrt pi theta infty infinity inf"
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 _LETTER = re.compile(r"([A-Za-z])[).:]")
 _NAME = re.compile(r" ?(?:[A-Za-z][A-Za-z ]*(?:_[A-Za-z0-9])?(?:\([A-Za-z]\))?|\\[a-z]+) ?")

@@ -39,9 +39,7 @@ class RewardSum:
                 raise ConfigError(f"weights.{name}: no judge of this name in fns{nearest(name, self.fns)}")
         for name in self.fns:
             if name not in self.weights:
-                raise ConfigError(
-                    f"weights: missing a weight for {name!r}, expected one for each judge in fns"
-                )
+                raise ConfigError(f"weights: missing a weight for {name!r}, expected one for each judge in fns")
             if not math.isfinite(self.weights[name]):
                 raise ConfigError(f"weights.{name}: got {self.weights[name]}, expected a finite number")
         if self.verifier not in self.fns:
@@ -87,19 +85,11 @@ def _as_tensor(name: str, values: Any, rows: int) -> Tensor:
     """One judge's verdicts as fp32 ``[N]``, NaN for None."""
     values = list(values)
     if len(values) != rows:
-        raise ValueError(
-            f"judge {name!r} returned {len(values)} rewards, expected one for each of {rows} completions"
-        )
+        raise ValueError(f"judge {name!r} returned {len(values)} rewards, expected one for each of {rows} completions")
     for row, value in enumerate(values):
         if value is not None and not isinstance(value, Real):
-            raise ValueError(
-                f"judge {name!r} returned {value!r:.80} for row {row}, expected a number or None"
-            )
-    part = torch.tensor(
-        [math.nan if value is None else float(value) for value in values], dtype=torch.float32
-    )
+            raise ValueError(f"judge {name!r} returned {value!r:.80} for row {row}, expected a number or None")
+    part = torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float32)
     if part.isinf().any():
-        raise ValueError(
-            f"judge {name!r} returned an infinite reward for row {int(part.isinf().nonzero()[0])}"
-        )
+        raise ValueError(f"judge {name!r} returned an infinite reward for row {int(part.isinf().nonzero()[0])}")
     return part

@@ -80,7 +80,5 @@ class CallableReward:
     def _takes(self) -> frozenset[str]:
         return context_names(self._function, "path")
 
-    def __call__(
-        self, completions: Sequence[str], answers: Sequence[str], **context: Any
-    ) -> list[float | None]:
+    def __call__(self, completions: Sequence[str], answers: Sequence[str], **context: Any) -> list[float | None]:
         return self._function(completions, answers, **{k: v for k, v in context.items() if k in self._takes})

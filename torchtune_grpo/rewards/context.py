@@ -21,14 +21,8 @@ def context_names(judge: Callable[..., Any], name: str) -> frozenset[str]:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.values()):
         return frozenset(CONTEXT)
     needed = [key for key, parameter in signature.items() if parameter.default is parameter.empty]
-    unknown = [
-        key
-        for key in needed
-        if key not in _GIVEN + CONTEXT and not signature[key].kind.name.startswith("VAR")
-    ]
+    unknown = [key for key in needed if key not in _GIVEN + CONTEXT and not signature[key].kind.name.startswith("VAR")]
     if unknown:
         known = ", ".join(_GIVEN + CONTEXT)
-        raise ConfigError(
-            f"{name}: this judge needs {', '.join(unknown)}, expected only arguments among {known}"
-        )
+        raise ConfigError(f"{name}: this judge needs {', '.join(unknown)}, expected only arguments among {known}")
     return frozenset(signature) & frozenset(CONTEXT)

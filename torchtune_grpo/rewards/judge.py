@@ -76,9 +76,7 @@ class _Judge:
             greeting = b""
         if greeting != b"ready\n":
             self._stop()
-            raise RuntimeError(
-                "the answer judge did not start: is math-verify installed in this environment?"
-            )
+            raise RuntimeError("the answer judge did not start: is math-verify installed in this environment?")
         return self._process
 
     def _stop(self) -> None:

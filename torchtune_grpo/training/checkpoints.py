@@ -53,9 +53,7 @@ class CheckpointManager:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected at least {least}")
         if self.keep_best and self.best_metric is None:
-            raise ConfigError(
-                f"best_metric: got null, expected a metric's name, as keep_best is {self.keep_best}"
-            )
+            raise ConfigError(f"best_metric: got null, expected a metric's name, as keep_best is {self.keep_best}")
 
     @property
     def folder(self) -> Path:
@@ -147,9 +145,7 @@ class CheckpointManager:
             state = _read_state(path)
             train = _train_state(model, optimizer, scheduler)
             dcp.load(train, checkpoint_id=path / "train")
-            set_state_dict(
-                model, optimizer, model_state_dict=train["model"], optim_state_dict=train["optimizer"]
-            )
+            set_state_dict(model, optimizer, model_state_dict=train["model"], optim_state_dict=train["optimizer"])
             if scheduler is not None:
                 scheduler.load_state_dict(train["scheduler"])
             if state["world_size"] == world_size():

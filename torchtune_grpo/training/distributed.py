@@ -49,7 +49,12 @@ def init_ranks(device: str, *, num_threads: int | None = None, timeout_minutes: 
         raise ConfigError(f"device: got {device!r}, expected 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: got 'cuda', but this machine has no usable GPU; set device=cpu")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29500" if int(os.environ["WORLD_SIZE"]) > 1 else "0")
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -163,12 +168,12 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off, no autograd, layers eager. On exit the model's mode is restored and its parameters are sharded:
+    """Dropout off, no autograd. On exit the model's mode is restored and its parameters are sharded:
     the root unit keeps them whole after a forward, for a backward that does not come here."""
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad():
             yield
     finally:
         model.train(was_training)

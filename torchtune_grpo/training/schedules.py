@@ -15,7 +15,9 @@ def linear_schedule_with_warmup(
     has lr / num_warmup_steps, so that no update is void.
     """
     if not 0 <= num_warmup_steps < num_training_steps:
-        raise ConfigError(f"num_warmup_steps: got {num_warmup_steps}, expected 0..{num_training_steps - 1} (total_steps)")
+        raise ConfigError(
+            f"num_warmup_steps: got {num_warmup_steps}, expected 0..{num_training_steps - 1} (total_steps)"
+        )
 
     def factor(step: int) -> float:
         if step < num_warmup_steps:

@@ -109,7 +109,7 @@ def check_model(cfg: RecipeConfig, tokenizer: Tokenizer, longest: int) -> None:
         )
     if longest > model.max_seq_len:
         raise ConfigError(
-            f"model.max_seq_len: got {model.max_seq_len}, expected at least {longest}, the longest prompt and completion"
+            f"model.max_seq_len: got {model.max_seq_len}, expected at least {longest}, the longest prompt + completion"
         )
     if cfg.weights is not None:
         check_weights(resolve_weights(cfg.weights), model)
@@ -122,7 +122,9 @@ def per_rank(total: int, ranks: Ranks, key: str) -> int:
     return total // ranks.world_size
 
 
-def hf_exporter(cfg: RecipeConfig, model: TransformerDecoder, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[Path], None]:
+def hf_exporter(
+    cfg: RecipeConfig, model: TransformerDecoder, tokenizer: Tokenizer, ranks: Ranks
+) -> Callable[[Path], None]:
     """A function that writes ``model`` as a Hugging Face folder, tokenizer included, in the compute dtype.
 
     Collective: gathers every parameter; rank 0 writes.
@@ -153,7 +155,7 @@ class OptimizerStep:
         self._skipped = 0
 
     def __call__(self) -> dict[str, float]:
-        """``grad_norm`` before clipping, ``lr`` used, ``skipped`` 0 or 1; the same on every rank.
+        """``grad_norm`` before clipping, ``lr`` used, ``skipped_updates`` 0 or 1; the same on every rank.
 
         Collective: the all-reduce of the global norm.
         """

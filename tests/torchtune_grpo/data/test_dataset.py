@@ -8,9 +8,7 @@ from torchtune_grpo.data.dataset import collect, parse_partition
 
 
 def examples(source, count):
-    return [
-        Example(question=f"{source} {i}", answer=str(i), solution="", source=source) for i in range(count)
-    ]
+    return [Example(question=f"{source} {i}", answer=str(i), solution="", source=source) for i in range(count)]
 
 
 def numbered(source, count, **dropped):
@@ -88,9 +86,7 @@ def test_mixed_dataset_has_exactly_its_size(weights, counts):
     assert Counter(e.source for e in mixed.examples) == dict(zip("abc", counts, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("rows", "weights", "counts"), [((100, 7), (0.3, 0.1), (21, 7)), ((3, 9), (0.7, 1.4), (3, 6))]
-)
+@pytest.mark.parametrize(("rows", "weights", "counts"), [((100, 7), (0.3, 0.1), (21, 7)), ((3, 9), (0.7, 1.4), (3, 6))])
 def test_mixed_dataset_without_size_is_the_largest_that_repeats_no_row(rows, weights, counts):
     mixed = mixed_dataset([numbered("a", rows[0]), numbered("b", rows[1])], weights=list(weights))
     assert Counter(example.source for example in mixed.examples) == dict(zip("ab", counts, strict=True))

@@ -31,9 +31,7 @@ def test_gsm8k_dataset_reads_gold_and_cleans_the_working(path):
     assert [example.answer for example in dataset.examples] == ["7", "2,400", "-2", "6"]
     first = dataset.examples[0]
     assert first.question == "Nora picks 14 plums and eats half. How many are left?"
-    assert first.solution == (
-        " She eats 14/2 = 7 plums.\nSo 14 - 7 = 7 are left. </think> <answer> 7 </answer>"
-    )
+    assert first.solution == (" She eats 14/2 = 7 plums.\nSo 14 - 7 = 7 are left. </think> <answer> 7 </answer>")
     assert dataset.examples[1].solution == " 1200*2=$2400 </think> <answer> 2,400 </answer>"
     assert {example.source for example in dataset.examples} == {"gsm8k"}
 

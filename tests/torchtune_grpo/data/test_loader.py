@@ -89,9 +89,7 @@ def test_prompt_batch_holds_the_prompts_of_its_answers():
     assert sorted(map(int, batch.answers)) == [3, 5, 8, 11]
     assert batch.tokens.shape == (4, 11 + TEMPLATE_TOKENS)
     assert (batch.pad_id, batch.stop_ids) == (0, (1,))
-    for tokens, length, answer, source in zip(
-        batch.tokens, batch.lengths, batch.answers, batch.source, strict=True
-    ):
+    for tokens, length, answer, source in zip(batch.tokens, batch.lengths, batch.answers, batch.source, strict=True):
         n = int(answer)
         expected = TOKENIZER.encode("User:" + " Tom" * n + " Assistant: <think>")
         assert length == n + TEMPLATE_TOKENS
@@ -167,9 +165,7 @@ def test_sft_batch_trains_completion_and_end_token_only():
         target = [*TOKENIZER.encode(f"? </think> <answer> {n} </answer>"), TOKENIZER.eos_id]
         padding = batch.tokens.shape[1] - len(prompt) - len(target)
         assert batch.tokens[row].tolist() == prompt + target + [TOKENIZER.pad_id] * padding
-        assert batch.loss_mask[row].tolist() == (
-            [False] * len(prompt) + [True] * len(target) + [False] * padding
-        )
+        assert batch.loss_mask[row].tolist() == ([False] * len(prompt) + [True] * len(target) + [False] * padding)
         assert batch.lengths[row] == len(prompt) + len(target)
 
 
@@ -198,8 +194,7 @@ def test_sft_loader_drops_and_counts_what_does_not_fit_whole():
 def test_eval_loader_gives_every_row_once_on_any_number_of_ranks(world_size, batch_size):
     lengths = [3, 8, 5, 11, 2, 7, 13]
     ranks = [
-        eval_batches(lengths, batch_size=batch_size, rank=r, world_size=world_size, seed=6)
-        for r in range(world_size)
+        eval_batches(lengths, batch_size=batch_size, rank=r, world_size=world_size, seed=6) for r in range(world_size)
     ]
     counted = {}
     for batches in zip(*ranks, strict=True):  # the same number of batches on every rank

@@ -35,9 +35,7 @@ def test_tiny_dataset_tells_what_it_computes(split):
         assert example.answer == str(value)
         assert len(steps) in (4, 5)
         assert example.source == "tiny"
-        worked, unworked = (
-            f" {reasoning} </think> <answer> {value} </answer>" for reasoning in (" ".join(steps), "?")
-        )
+        worked, unworked = (f" {reasoning} </think> <answer> {value} </answer>" for reasoning in (" ".join(steps), "?"))
         assert example.solution in (worked, unworked)
 
 

@@ -53,9 +53,7 @@ def test_greedy_is_the_same_alone_in_a_batch_and_after_rows_retire(kind: str) ->
     for row, prompt in enumerate(PROMPTS):
         alone = _greedy()(model, make_prompts([prompt], stop_ids=(stop,)))
         assert responses(alone)[0] == responses(together)[row]
-        torch.testing.assert_close(
-            alone.old_logprobs[0], together.old_logprobs[row, : lengths[row]], atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(alone.old_logprobs[0], together.old_logprobs[row, : lengths[row]], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,9 +83,7 @@ def test_greedy_logprobs_are_at_temperature_one() -> None:
 def test_responses_longer_than_the_cache_grows_at_a_time() -> None:
     model = make_model("gqa", max_seq_len=160)
     rollout = _greedy(max_new_tokens=140)(model, make_prompts(PROMPTS[:2]))
-    torch.testing.assert_close(
-        rollout.old_logprobs, dense_logprobs(model, rollout, 1.0).float(), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(rollout.old_logprobs, dense_logprobs(model, rollout, 1.0).float(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("pad_is_stop", [True, False])

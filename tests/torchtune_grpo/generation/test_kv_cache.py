@@ -33,9 +33,7 @@ def test_layer_cache_attends_to_own_prompt_and_own_response(kv_heads: int) -> No
             layout.keep(torch.tensor(kept))
             cache.keep(torch.tensor(kept))
             rows = [rows[i] for i in kept]
-        q, k, v = (
-            _random(4, heads, 1, HEAD_DIM, seed=10 * step + heads) for heads in (4, kv_heads, kv_heads)
-        )
+        q, k, v = (_random(4, heads, 1, HEAD_DIM, seed=10 * step + heads) for heads in (4, kv_heads, kv_heads))
         for row in rows:
             seen_k[row].append(k[row, :, 0])
             seen_v[row].append(v[row, :, 0])
@@ -60,9 +58,7 @@ def test_layer_cache_prefill_is_causal() -> None:
     out = cache.attend(q, k, v)
     for head in range(4):
         for place in range(4):
-            expected = _attention(
-                q[0, head, place], k[0, head // 2, : place + 1], v[0, head // 2, : place + 1]
-            )
+            expected = _attention(q[0, head, place], k[0, head // 2, : place + 1], v[0, head // 2, : place + 1])
             torch.testing.assert_close(out[0, head, place].double(), expected, atol=1e-6, rtol=0)
 
 

@@ -34,6 +34,15 @@ def test_sample_never_chooses_a_truncated_token(uniform: float) -> None:
     assert _draw(probs, uniform, top_k=2) == (1 if uniform == 0.0 else 2)
 
 
+def test_sample_stays_among_the_kept_tokens_at_both_ends() -> None:
+    """Totals of every size, where the last number times the total could round up to the total."""
+    logits = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0))
+    kept = logits.topk(3).indices
+    for uniform in (0.0, ALMOST_ONE):
+        ids, _ = sample(logits, torch.full((4000,), uniform), temperature=1.0, top_k=3)
+        assert (ids[:, None] == kept).any(dim=1).all()
+
+
 @pytest.mark.parametrize("vocab", [50_257, 151_936])
 def test_sample_reaches_the_end_of_a_large_vocabulary(vocab: int) -> None:
     """A flat distribution: the token's place is the uniform number's, also where fp32 sums would drift."""

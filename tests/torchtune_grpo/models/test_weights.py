@@ -117,9 +117,7 @@ def test_model_built_from_scratch_exports_with_equal_logits(kv_heads: int, tmp_p
 
 @pytest.mark.parametrize("scale_factor", [1, 8])
 @pytest.mark.parametrize("tied", [True, False])
-def test_llama_hf_config_keeps_rotary_base_scaling_and_tying(
-    scale_factor: int, tied: bool, tmp_path: Path
-) -> None:
+def test_llama_hf_config_keeps_rotary_base_scaling_and_tying(scale_factor: int, tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 32, "intermediate_dim": 40}
     model = llama3_2(
@@ -156,16 +154,16 @@ def test_write_hf_folder_stores_the_dtype_asked_for(tmp_path: Path) -> None:
     assert {t.dtype for t in read_weights(tmp_path).values()} == {torch.bfloat16}
 
 
-def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 20_000)
+@pytest.mark.parametrize("limit", [20_000, 1])
+def test_large_models_are_written_in_shards(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", limit)
     model = _tune_model("llama_gqa")
     config = llama_hf_config(model, bos_id=None, eos_id=1, pad_id=0)
     write_hf_folder(tmp_path, model.state_dict(), config, torch.float32)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    assert sum(t.nbytes for f in files for t in load_file(f).values()) == 4 * sum(
-        p.numel() for p in model.parameters()
-    )
+    assert all(load_file(file) for file in files)  # none is empty
+    assert sum(t.nbytes for f in files for t in load_file(f).values()) == 4 * sum(p.numel() for p in model.parameters())
     assert _difference(model, AutoModelForCausalLM.from_pretrained(tmp_path)) < 1e-4
     check_weights(tmp_path, model)
     assert read_weights(tmp_path).keys() == model.state_dict().keys()
@@ -194,9 +192,7 @@ def test_head_saved_beside_tied_embeddings_is_passed_over(tmp_path: Path) -> Non
         ("llama_gqa", _tune_model("qwen2"), "q_proj.bias"),
     ],
 )
-def test_check_weights_names_what_differs(
-    saved: str, model: TransformerDecoder, names: str, tmp_path: Path
-) -> None:
+def test_check_weights_names_what_differs(saved: str, model: TransformerDecoder, names: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"(?s)weights: got .*{names}.*Change `model` or `weights`"):
         check_weights(_save(saved, tmp_path), model)
 

@@ -4,9 +4,7 @@ from hypothesis import strategies as st
 
 from torchtune_grpo.rewards.answers import MAX_ANSWER_CHARS, answers_match, canonical_answer, is_gradable
 
-ALPHABET = st.sampled_from(
-    list("0123456789.,+-*/^_{}()[]\\$%= xyeπ½²–\u200b\x00") + [r"\frac", r"\text{", "or"]
-)
+ALPHABET = st.sampled_from(list("0123456789.,+-*/^_{}()[]\\$%= xyeπ½²–\u200b\x00") + [r"\frac", r"\text{", "or"])
 
 
 @pytest.mark.parametrize(
@@ -99,9 +97,7 @@ def test_answers_match_does_not_pay_other_answers(answer, gold):
     assert answers_match(answer, gold) is False
 
 
-@pytest.mark.parametrize(
-    "gold", ["", "  ", "$$", "???", r"\boxed{}", r"\frac{", "1}", "}1{", "5\\", "1" * 1001]
-)
+@pytest.mark.parametrize("gold", ["", "  ", "$$", "???", r"\boxed{}", r"\frac{", "1}", "}1{", "5\\", "1" * 1001])
 def test_gold_that_cannot_be_judged_is_never_paid(gold):
     assert not is_gradable(gold)
     assert answers_match(gold, gold) is None

@@ -38,9 +38,7 @@ def test_reward_sum_weighs_its_parts():
 
 def test_reward_sum_success_is_a_positive_verifier():
     fns = {"answer": returns(-1.0, 0.5, 0.0, None)}
-    close(
-        score(RewardSum(fns=fns, weights={"answer": 2.0}, verifier="answer"), 4).success, [0.0, 1.0, 0.0, NAN]
-    )
+    close(score(RewardSum(fns=fns, weights={"answer": 2.0}, verifier="answer"), 4).success, [0.0, 1.0, 0.0, NAN])
 
 
 @pytest.mark.parametrize("missing", [None, NAN])

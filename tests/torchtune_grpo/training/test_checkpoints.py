@@ -162,9 +162,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(two_ranks):
         uninterrupted, resumed = result["after"]
         assert resumed == uninterrupted
         assert_equal(result["end"][1], result["end"][0])
-    assert (
-        two_ranks["ranks"][0]["after"] != two_ranks["ranks"][1]["after"]
-    )  # each rank has its own random state
+    assert two_ranks["ranks"][0]["after"] != two_ranks["ranks"][1]["after"]  # each rank has its own random state
 
 
 def test_load_of_two_ranks_state_on_one_rank(two_ranks):
@@ -174,9 +172,7 @@ def test_load_of_two_ranks_state_on_one_rank(two_ranks):
         before = torch.get_rng_state()
         manager.load(newest_checkpoint(manager.folder), **training._asdict())
         assert_equal(training.tensors(), two_ranks["ranks"][0]["at_save"])
-        assert torch.equal(
-            torch.get_rng_state(), before
-        )  # nobody's random state fits another number of ranks
+        assert torch.equal(torch.get_rng_state(), before)  # nobody's random state fits another number of ranks
 
 
 def test_load_of_one_ranks_state_on_two_ranks(two_ranks):

@@ -75,6 +75,7 @@ def _one_step(rank: int, name: str) -> dict[str, Any]:
         "before": before,
         "after": full_state_dict(model),
         "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
+        "layer": type(model.layers[0]).__name__,
         "local": sum(p.to_local().numel() for p in model.parameters()),
     }
 
@@ -89,7 +90,7 @@ def _bf16_step(rank: int) -> dict[str, Any]:
     seen = []
     model.layers[0].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
     _loss(model, _tokens(rank)).backward()
-    gradient_dtypes = {p.grad.dtype for p in model.parameters()}
+    gradients = [p.grad.to_local() for p in model.parameters()]
     before = full_state_dict(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -103,7 +104,8 @@ def _bf16_step(rank: int) -> dict[str, Any]:
     )
     return {
         "compute": seen,
-        "gradients": gradient_dtypes,
+        "gradients": {g.dtype for g in gradients},
+        "beyond bf16": any((g != g.bfloat16()).any() for g in gradients),
         "before": before,
         "after": full_state_dict(model),
         "frozen": {(p.dtype, p.requires_grad) for p in frozen.parameters()},
@@ -177,10 +179,16 @@ def test_build_sharded_splits_parameters_over_ranks_and_hsdp_copies_them(outcome
     assert all(outcome[name]["sharded"] for outcome in outcomes for name in BUILDS)
 
 
+def test_activation_checkpointing_wraps_layers_where_asked(outcomes: list) -> None:
+    wrapped = [name for name in BUILDS if "CheckpointWrapper" in outcomes[0][name]["layer"]]
+    assert wrapped == ["checkpointed"]
+
+
 def test_master_weights_keep_updates_that_bf16_would_round_away(outcomes: list) -> None:
     found = outcomes[0]["bf16"]
     assert set(found["compute"]) == {torch.bfloat16}
     assert found["gradients"] == {torch.float32}
+    assert found["beyond bf16"]  # the mean of two bf16 gradients, taken in fp32, seldom is a bf16 number
     for name, before in found["before"].items():
         assert before.dtype == torch.float32
         change = (found["after"][name] - before).double()

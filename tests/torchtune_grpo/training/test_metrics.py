@@ -77,9 +77,7 @@ def write_steps(folder: Path, steps: range, *, resumed_step: int | None = None) 
 
 
 def without_time(folder: Path) -> list[dict]:
-    return [
-        {k: v for k, v in line.items() if k != "time_s"} for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    return [{k: v for k, v in line.items() if k != "time_s"} for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def test_log_writes_a_line_a_step_at_once(tmp_path: Path):
@@ -182,9 +180,7 @@ def test_log_reaches_wandb_offline_tables_and_config_included(tmp_path: Path, mo
         if record.HasField("history")
     ]
     assert any(row.get("reward") == "0.25" and row.get("global_step") == "4" for row in logged)
-    assert any(
-        name.startswith("samples") and "table" in value for row in logged for name, value in row.items()
-    )
+    assert any(name.startswith("samples") and "table" in value for row in logged for name, value in row.items())
     updates = [item for record in records if record.HasField("config") for item in record.config.update]
     assert ("seed", "17") in [(item.key or "/".join(item.nested_key), item.value_json) for item in updates]
 
@@ -249,9 +245,7 @@ def test_peak_memory_is_in_gib(monkeypatch):
     assert peak_memory_gib(torch.device("cpu")) == 3.0
 
 
-@pytest.mark.parametrize(
-    ("rank", "terminal", "shown"), [(0, True, True), (1, True, False), (0, False, False)]
-)
+@pytest.mark.parametrize(("rank", "terminal", "shown"), [(0, True, True), (1, True, False), (0, False, False)])
 def test_progress_bar_shows_only_on_the_terminal_of_rank_0(monkeypatch, capsys, rank, terminal, shown):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
