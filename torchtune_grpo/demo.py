@@ -25,9 +25,9 @@ def launch(recipe: str, config: str, ranks: int, *overrides: str) -> float:
     tune = Path(sys.executable).with_name("tune")
     command = [str(tune), "run", "--nproc_per_node", str(ranks), f"recipes/{recipe}.py", "--config", config]
     print(f"\n$ tune {' '.join([*command[1:], *overrides])}", flush=True)
-    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     start = time.monotonic()
-    done = subprocess.run([*command, *overrides], env={**os.environ, "OMP_NUM_THREADS": threads})
+    # The recipes set their threads themselves; the variable only keeps torchrun from warning about it.
+    done = subprocess.run([*command, *overrides], env={"OMP_NUM_THREADS": "1", **os.environ})
     if done.returncode:
         sys.exit(done.returncode)
     return time.monotonic() - start

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from torchtune_grpo.collectives import all_gather_objects
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.data import Dataset, EvalLoader, Prompt, Tokenizer
 from torchtune_grpo.data.loader import DUMMY_ROW
@@ -155,11 +155,7 @@ class Evaluator:
                         sample=sample_row(rollout, rewards, texts, b * size),
                     )
                 )
-        gathered: list[Any] = [local]
-        if dist.is_initialized():
-            gathered = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, local)
-        return sorted((r for part in gathered for r in part), key=lambda r: r.row)
+        return sorted((r for part in all_gather_objects(local) for r in part), key=lambda r: r.row)
 
 
 def summarize(results: Sequence[RowResult], ks: Sequence[int]) -> dict[str, float]:

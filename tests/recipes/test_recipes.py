@@ -207,17 +207,18 @@ def test_bad_config_ends_with_one_readable_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key"),
+    ("override", "key", "ranks"),
     [
-        (["generate.group_size=1"], "generate.group_size"),
-        (["generate.top_k=5"], "generate"),
-        (["prompts_per_step=3"], "prompts_per_step"),
-        (["weights=nowhere"], "weights"),
-        (["model.vocab_size=20"], "model"),
+        ("generate.group_size=1", "generate.group_size", 1),
+        ("generate.top_k=5", "generate", 1),
+        ("prompts_per_step=3", "prompts_per_step", 2),
+        ("weights=nowhere", "weights", 1),
+        ("model.vocab_size=20", "model", 1),
     ],
-    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else None,
 )
-def test_contradictions_are_refused_before_any_weights_load(tmp_path: Path, overrides: list[str], key: str) -> None:
-    done = run("grpo_full_finetune", small_config("grpo", tmp_path), *overrides)
+def test_contradictions_are_refused_before_any_weights_load(
+    tmp_path: Path, override: str, key: str, ranks: int
+) -> None:
+    done = run("grpo_full_finetune", small_config("grpo", tmp_path), override, ranks=ranks)
     assert done.returncode != 0
     assert f"Config error:\n{key}" in done.stderr

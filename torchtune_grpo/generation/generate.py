@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.collectives import any_rank
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.generation.kv_cache import DecodingLayout, LayerCache
 from torchtune_grpo.generation.sampling import sample, uniforms
 from torchtune_grpo.layout import shift_left
 from torchtune_grpo.models.internals import attention_swapped, unembed_swapped
-from torchtune_grpo.training.distributed import any_rank, evaluation_mode, fsdp_modules, parameters_gathered
+from torchtune_grpo.training.distributed import evaluation_mode, fsdp_modules, parameters_gathered
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.types import PromptBatch, Rollout
 

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchtune_grpo.collectives import RankError, all_gather_objects, rank, shared_errors, world_size
 from torchtune_grpo.config import ConfigError
-from torchtune_grpo.training.collectives import RankError, all_gather_objects, rank, shared_errors, world_size
 
 _NAME = re.compile(r"step_(\d{8,})")
 

@@ -66,10 +66,10 @@ def init_ranks(device: str, *, num_threads: int | None = None, timeout_minutes: 
         torch.set_num_threads(num_threads)
     else:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // per_node))
+        torch.set_num_threads(max(1, _usable_cores() // per_node))
     torch.set_flush_denormal(True)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo"
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     return Ranks(
         device=torch.device(device, local_rank) if device == "cuda" else torch.device("cpu"),
@@ -78,8 +78,18 @@ def init_ranks(device: str, *, num_threads: int | None = None, timeout_minutes: 
     )
 
 
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def shut_down() -> None:
-    """Ends the process group. Collective: ranks wait for each other, so none leaves while another still writes."""
+    """Ends the process group. Collective: ranks wait for each other, so none leaves while another still writes.
+
+    The barrier also lets gloo's threads drop the Python objects of earlier collectives: one that still does so
+    while the interpreter exits aborts the process.
+    """
     dist.barrier()
     dist.destroy_process_group()
 
@@ -185,12 +195,3 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
     """Whether the next backward reduces gradients over ranks; off while micro-batches accumulate."""
     for unit in fsdp_modules(model)[:1]:
         unit.set_requires_gradient_sync(sync)
-
-
-def any_rank(flag: bool) -> bool:
-    """True on every rank if ``flag`` is on any. Collective: one all-reduce of a CPU scalar."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return flag
-    value = torch.tensor(int(flag))
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value)

@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 
+from torchtune_grpo.collectives import all_gather_objects
 from torchtune_grpo.config import instantiate
-from torchtune_grpo.training.collectives import all_gather_objects
 from torchtune_grpo.types import Metrics
 
 _GIB = 2**30

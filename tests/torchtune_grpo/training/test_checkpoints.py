@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessExitedException
 
 from tests.torchtune_grpo.distributed_helpers import run_ranks
+from torchtune_grpo.collectives import RankError
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.training import checkpoints
 from torchtune_grpo.training.checkpoints import CheckpointManager, newest_checkpoint, resolve_weights
-from torchtune_grpo.training.collectives import RankError
 
 
 class TiedModel(nn.Module):
@@ -75,6 +75,12 @@ def make_training(seed: int, *, dim: int = 3, shard: bool = True) -> Training:
     return Training(model, optimizer, scheduler)
 
 
+def trained(seed: int) -> Training:
+    training = make_training(seed)
+    training.run(1)
+    return training
+
+
 def write_weights(folder: Path) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.mkdir()
@@ -110,9 +116,7 @@ def manager(tmp_path: Path) -> CheckpointManager:
 
 @pytest.fixture(scope="module")
 def training() -> Training:
-    made = make_training(0)
-    made.run(1)
-    return made
+    return trained(0)
 
 
 # --- Resume ---
@@ -232,8 +236,7 @@ def test_save_makes_every_file_durable_before_the_rename(manager, training, monk
 
 def _kill_in_mid_save(rank: int, folder: str) -> None:
     manager = CheckpointManager(output_dir=folder, every_n_steps=1)
-    training = make_training(0)
-    training.run(1)
+    training = trained(0)
     save(manager, 1, training)
     save(manager, 2, training, export=lambda path: os._exit(3))
 
@@ -250,8 +253,7 @@ def test_save_killed_halfway_leaves_the_previous_checkpoint(tmp_path):
 
 def _fail_in_export(rank: int, folder: str) -> list[str]:
     manager = CheckpointManager(output_dir=folder, every_n_steps=1)
-    training = make_training(0)
-    training.run(1)
+    training = trained(0)
     save(manager, 1, training)
     messages = []
     for failing in (0, 1):
@@ -328,14 +330,13 @@ def test_prune_that_is_killed_leaves_no_half_checkpoint(tmp_path, training, monk
 # --- Where to resume ---
 
 
-def test_is_due_every_n_steps(tmp_path):
-    manager = CheckpointManager(output_dir=str(tmp_path), every_n_steps=3)
+def test_is_due_every_n_steps():
+    manager = CheckpointManager(output_dir="unused", every_n_steps=3)
     assert [step for step in range(1, 8) if manager.is_due(step)] == [3, 6]
 
 
 def test_start_of_a_fresh_run(manager):
-    assert manager.start("auto") is None
-    assert manager.start(None) is None
+    assert [manager.start(resume) for resume in ("auto", None)] == [None, None]
 
 
 def test_start_auto_takes_the_newest(manager, training):

@@ -13,10 +13,10 @@ from torchtune.modules import TransformerDecoder
 
 from tests.torchtune_grpo.distributed_helpers import run_ranks
 from tests.torchtune_grpo.tiny_models import VOCAB, make_model
+from torchtune_grpo.collectives import any_rank
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.training.distributed import (
     Ranks,
-    any_rank,
     build_sharded,
     data_parallel_mesh,
     evaluation_mode,
