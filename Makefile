@@ -10,7 +10,6 @@ DEMO_DIR ?= runs/demo
 # torch first and by itself: a CPU machine then keeps the wheel that its package index offers for it.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q "$$(sed -n 's/^ *"\(torch==[^"]*\)",/\1/p' pyproject.toml)"
 	$(BIN)/pip install -q -e '.[dev]'
 	touch $@

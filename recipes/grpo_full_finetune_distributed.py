@@ -12,29 +12,22 @@ Left out: an inference engine of its own (the trained model itself samples), mul
 
 from dataclasses import dataclass
 
-import torch
-
-from torchtune_grpo.config import Component, ConfigError, component, instantiate, recipe_entry, to_dict
+from torchtune_grpo.config import Component, ConfigError, component, instantiate, recipe_entry
 from torchtune_grpo.data import PromptLoader
 from torchtune_grpo.dynamic_sampling import InformativeGroups
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.microbatches import minibatches, split_in_step
-from torchtune_grpo.normalization import TrainedRows, normalize
+from torchtune_grpo.normalization import normalize
 from torchtune_grpo.old_logprobs import score
 from torchtune_grpo.rollouts import rollout_metrics, sample_rows, score_rollout
-from torchtune_grpo.training.checkpoints import CheckpointManager
 from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.training.reporting import Reporter, report_data
-from torchtune_grpo.training.setup import (
-    OptimizerStep,
-    TrainingConfig,
-    build_policy,
-    check_model,
-    hf_exporter,
-    per_rank,
-)
+from torchtune_grpo.training.setup import TrainingConfig, build_policy, check_model, per_rank
+from torchtune_grpo.training.train_state import TrainState
 from torchtune_grpo.types import Rewards, Rollout, Trajectory
+
+CONSOLE = ("reward", "success", "response_length", "entropy", "grad_norm", "tokens_per_second/rollout")
 
 
 @dataclass(kw_only=True)
@@ -56,6 +49,14 @@ class Config(TrainingConfig):
     log_samples_every_n_steps: int = 10
     num_logged_samples: int = 4
 
+    def __post_init__(self) -> None:
+        updates = self.epochs_per_rollout * self.minibatches_per_epoch
+        if self.epochs_per_rollout < 1 or self.minibatches_per_epoch < 1 or self.total_steps % updates:
+            raise ConfigError(
+                f"total_steps: got {self.total_steps}, expected a multiple of the {updates} optimizer steps of a "
+                "rollout (epochs_per_rollout * minibatches_per_epoch, both >= 1)"
+            )
+
 
 class GRPORecipe:
     def __init__(self, cfg: Config) -> None:
@@ -68,38 +69,23 @@ class GRPORecipe:
 
     def setup(self) -> None:
         cfg, ranks = self.cfg, self.ranks
-        self._checkpoints: CheckpointManager = instantiate(cfg.checkpoints, output_dir=cfg.output_dir)
-        resume_from = self._checkpoints.start(cfg.resume)
+        checkpoints = instantiate(cfg.checkpoints, output_dir=cfg.output_dir)
+        resume_from = checkpoints.start(cfg.resume)
         self._tokenizer, self._prompt = instantiate(cfg.tokenizer), instantiate(cfg.prompt)
         self._setup_algorithm()
         check_model(cfg, self._tokenizer, longest=cfg.max_prompt_tokens + self._generate.max_new_tokens)
         self._setup_data()
-        torch.manual_seed(cfg.seed + ranks.rank)
-        self._model = build_policy(cfg, ranks)
+        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints)
         needs_reference = self._advantage_fn.needs_reference or self._loss_fn.needs_reference
         self._reference = build_policy(cfg, ranks, trainable=False) if needs_reference else None
-        self._optimizer = instantiate(cfg.optimizer, params=list(self._model.parameters()))
-        self._scheduler = instantiate(cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps)
-        self._optimizer_step = OptimizerStep(self._model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
-        self._export = hf_exporter(cfg, self._model, self._tokenizer, ranks)
-        if resume_from is not None:
-            self.step, extra = self._checkpoints.load(
-                resume_from, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler
-            )
-            self._position = extra["position"]
+        self.step, extra = self._state.resume(resume_from)  # last: it restores the random state
+        self._position = extra.get("position", 0)
         self._report = Reporter(
             cfg,
             ranks,
             self._evaluator,
             resumed_step=None if resume_from is None else self.step,
-            console=(
-                "reward",
-                "success",
-                "response_length",
-                "entropy",
-                "grad_norm",
-                "tokens_per_second/rollout",
-            ),
+            console=CONSOLE,
         )
 
     def _setup_algorithm(self) -> None:
@@ -107,13 +93,12 @@ class GRPORecipe:
         self._generate = instantiate(cfg.generate)
         self._score = instantiate(cfg.rewards)
         self._advantage_fn = instantiate(cfg.advantage)
-        self._trained_rows: TrainedRows = instantiate(cfg.trained_rows)
+        self._trained_rows = instantiate(cfg.trained_rows)
         self._token_weights = instantiate(cfg.token_weights)
         self._logprobs_fn = instantiate(cfg.logprobs, temperature=self._generate.temperature)
         self._old_logprobs = instantiate(cfg.old_logprobs)
         self._loss_fn = instantiate(cfg.loss)
         self._prompts_per_rank = per_rank(cfg.prompts_per_step, self.ranks, "prompts_per_step")
-        updates = cfg.epochs_per_rollout * cfg.minibatches_per_epoch
         if not self._generate.on_policy:
             raise ConfigError(
                 "generate: got greedy or truncated sampling (temperature 0, top_k, top_p, min_p), expected none of "
@@ -124,15 +109,10 @@ class GRPORecipe:
                 f"generate.group_size: got {self._generate.group_size}, expected at least "
                 f"{self._advantage_fn.min_group_size}: `advantage` compares siblings"
             )
-        if cfg.minibatches_per_epoch < 1 or self._prompts_per_rank % cfg.minibatches_per_epoch:
+        if self._prompts_per_rank % cfg.minibatches_per_epoch:
             raise ConfigError(
                 f"minibatches_per_epoch: got {cfg.minibatches_per_epoch}, expected a divisor of the "
                 f"{self._prompts_per_rank} prompts of a rank"
-            )
-        if updates < 1 or cfg.total_steps % updates:
-            raise ConfigError(
-                f"total_steps: got {cfg.total_steps}, expected a multiple of the {updates} optimizer steps of a "
-                "rollout (epochs_per_rollout * minibatches_per_epoch)"
             )
 
     def _setup_data(self) -> None:
@@ -167,7 +147,7 @@ class GRPORecipe:
             batch = self._loader.batch(self._position)
             self._position += 1
             with self._report.phase("rollout"):
-                rollout = self._generate(self._model, batch)
+                rollout = self._generate(self._state.model, batch)
             self._report.count_tokens("rollout", int(rollout.response_mask.sum()))
             with self._report.phase("rewards"):
                 rewards, texts = score_rollout(rollout, self._tokenizer, self._score)
@@ -186,7 +166,9 @@ class GRPORecipe:
             with self._report.phase("reference"):
                 ref_logprobs = score(self._reference, rollout, self._logprobs_fn, max_tokens=max_tokens)
         with self._report.phase("old_logprobs"):
-            rollout, importance = self._old_logprobs(self._model, rollout, self._logprobs_fn, max_tokens=max_tokens)
+            rollout, importance = self._old_logprobs(
+                self._state.model, rollout, self._logprobs_fn, max_tokens=max_tokens
+            )
         return Trajectory(
             rollout=rollout,
             advantages=self._advantage_fn(rewards, rollout, ref_logprobs),
@@ -199,12 +181,12 @@ class GRPORecipe:
         trajectory = normalize(trajectory, self._token_weights, world_size_for_averaging=self.ranks.world_size)
         micro_batches = split_in_step(trajectory, self.cfg.max_tokens_per_micro_batch)
         for i, micro in enumerate(progress_bar(micro_batches, "update")):
-            set_gradient_sync(self._model, i == len(micro_batches) - 1)
-            logprobs = self._logprobs_fn(self._model, micro.rollout)
+            set_gradient_sync(self._state.model, i == len(micro_batches) - 1)
+            logprobs = self._logprobs_fn(self._state.model, micro.rollout)
             out = self._loss_fn(logprobs, micro)
             out.loss.backward()
             self._report.add(out.metrics)
-        self._report.add_values(self._optimizer_step())
+        self._report.add_values(self._state.optimizer_step())
         self.step += 1
 
     def _train_on_rollout(self) -> None:
@@ -219,15 +201,15 @@ class GRPORecipe:
     def train(self) -> None:
         cfg = self.cfg
         if self.step == 0:
-            self._report.evaluate(0, self._model)
-        self._model.train()
+            self._report.evaluate(0, self._state.model)
+        self._state.model.train()
         updates = cfg.epochs_per_rollout * cfg.minibatches_per_epoch
         steps = range(self.step, cfg.total_steps, updates)
         for before in progress_bar(steps, "GRPO steps"):
             self._train_on_rollout()
             if self._is_due(cfg.evaluate_every_n_steps, before):
-                self._report.evaluate(self.step, self._model)
-            if self._is_due(self._checkpoints.every_n_steps, before):
+                self._report.evaluate(self.step, self._state.model)
+            if self._is_due(self._state.checkpoints.every_n_steps, before):
                 self.save_checkpoint()
 
     # --- Plumbing ---
@@ -237,16 +219,7 @@ class GRPORecipe:
         return self.step // every > before // every or self.step == self.cfg.total_steps
 
     def save_checkpoint(self) -> None:
-        self._checkpoints.save(
-            self.step,
-            model=self._model,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
-            extra={"position": self._position},
-            metrics=self._report.evaluated,
-            config=to_dict(self.cfg),
-            export=self._export,
-        )
+        self._state.save(self.step, extra={"position": self._position}, metrics=self._report.evaluated(self.step))
 
     def cleanup(self) -> None:
         self._report.close()

@@ -9,26 +9,17 @@ Left out: packing (rows of like length share a micro-batch instead) and LoRA.
 
 from dataclasses import dataclass
 
-import torch
-
 from torchtune_grpo.collectives import all_reduce
-from torchtune_grpo.config import instantiate, recipe_entry, to_dict
+from torchtune_grpo.config import instantiate, recipe_entry
 from torchtune_grpo.data import SFTBatch, SFTLoader
 from torchtune_grpo.evaluation import Evaluator
 from torchtune_grpo.logprobs import FullSoftmaxHead, target_logprobs
 from torchtune_grpo.microbatches import plan_lengths_in_step
-from torchtune_grpo.training.checkpoints import CheckpointManager
 from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.training.reporting import Reporter, report_data
-from torchtune_grpo.training.setup import (
-    OptimizerStep,
-    TrainingConfig,
-    build_policy,
-    check_model,
-    hf_exporter,
-    per_rank,
-)
+from torchtune_grpo.training.setup import TrainingConfig, check_model, per_rank
+from torchtune_grpo.training.train_state import TrainState
 
 
 @dataclass(kw_only=True)
@@ -50,21 +41,13 @@ class SFTWarmupRecipe:
 
     def setup(self) -> None:
         cfg, ranks = self.cfg, self.ranks
-        self._checkpoints: CheckpointManager = instantiate(cfg.checkpoints, output_dir=cfg.output_dir)
-        resume_from = self._checkpoints.start(cfg.resume)
+        checkpoints = instantiate(cfg.checkpoints, output_dir=cfg.output_dir)
+        resume_from = checkpoints.start(cfg.resume)
         self._tokenizer, self._prompt = instantiate(cfg.tokenizer), instantiate(cfg.prompt)
         check_model(cfg, self._tokenizer, longest=cfg.max_tokens)
         self._setup_data()
-        torch.manual_seed(cfg.seed + ranks.rank)
-        self._model = build_policy(cfg, ranks)
-        self._optimizer = instantiate(cfg.optimizer, params=list(self._model.parameters()))
-        self._scheduler = instantiate(cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps)
-        self._optimizer_step = OptimizerStep(self._model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
-        self._export = hf_exporter(cfg, self._model, self._tokenizer, ranks)
-        if resume_from is not None:
-            self.step, _ = self._checkpoints.load(
-                resume_from, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler
-            )
+        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints)
+        self.step, _ = self._state.resume(resume_from)
         self._report = Reporter(
             cfg,
             ranks,
@@ -106,19 +89,19 @@ class SFTWarmupRecipe:
             width = int(batch.lengths[rows].max())
             tokens = batch.tokens[rows, :width].to(self.ranks.device)
             mask = batch.loss_mask[rows, :width].to(self.ranks.device)
-            set_gradient_sync(self._model, i == len(parts) - 1)
-            logprobs = target_logprobs(self._model, tokens, mask, FullSoftmaxHead(), temperature=1.0)
+            set_gradient_sync(self._state.model, i == len(parts) - 1)
+            logprobs = target_logprobs(self._state.model, tokens, mask, FullSoftmaxHead(), temperature=1.0)
             total = -weight * logprobs.sum()
             # FSDP averages gradients over ranks; times their number this is the mean over all target tokens.
             (total * self.ranks.world_size / targets).backward()
             self._report.add({"loss": (total.detach(), weight * mask.sum())})
-        self._report.add_values(self._optimizer_step())
+        self._report.add_values(self._state.optimizer_step())
 
     def train(self) -> None:
         cfg = self.cfg
         if self.step == 0:
-            self._report.evaluate(0, self._model)
-        self._model.train()
+            self._report.evaluate(0, self._state.model)
+        self._state.model.train()
         for _ in progress_bar(range(self.step, cfg.total_steps), "SFT steps"):
             batch = self._loader.batch(self.step)
             with self._report.phase("update", tokens=int(batch.lengths.sum())):
@@ -128,23 +111,14 @@ class SFTWarmupRecipe:
             if last or self.step % cfg.log_every_n_steps == 0:
                 self._report.log(self.step)
             if last or self.step % cfg.evaluate_every_n_steps == 0:
-                self._report.evaluate(self.step, self._model)
-            if last or self._checkpoints.is_due(self.step):
+                self._report.evaluate(self.step, self._state.model)
+            if last or self._state.checkpoints.is_due(self.step):
                 self.save_checkpoint()
 
     # --- Plumbing ---
 
     def save_checkpoint(self) -> None:
-        self._checkpoints.save(
-            self.step,
-            model=self._model,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
-            extra={},
-            metrics=self._report.evaluated,
-            config=to_dict(self.cfg),
-            export=self._export,
-        )
+        self._state.save(self.step, extra={}, metrics=self._report.evaluated(self.step))
 
     def cleanup(self) -> None:
         self._report.close()

@@ -123,7 +123,7 @@ class KLPenalizedReward:
 
     @property
     def min_group_size(self) -> int:
-        return getattr(self.advantage, "min_group_size", 1)
+        return self.advantage.min_group_size
 
     def __call__(self, rewards: Rewards, rollout: Rollout, ref_logprobs: Tensor) -> Tensor:
         kl = kl_estimate(rollout.old_logprobs, ref_logprobs, self.estimator)

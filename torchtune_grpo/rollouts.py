@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from torchtune_grpo.collectives import shared_errors
 from torchtune_grpo.data import Tokenizer
 from torchtune_grpo.types import Metrics, Rewards, Rollout
 
@@ -23,15 +24,19 @@ def completions(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
 
 
 def score_rollout(rollout: Rollout, tokenizer: Tokenizer, score: ScoreFn) -> tuple[Rewards, list[str]]:
-    """Decodes and judges every row. No collectives. Returns the rewards and the judged texts."""
+    """Decodes and judges every row; returns the rewards and the judged texts.
+
+    Collective: one gather of error messages, so that a judge that fails on one rank ends all with its message.
+    """
     texts = completions(rollout, tokenizer)
-    rewards = score(
-        texts,
-        rollout.answers,
-        response_lengths=rollout.response_lengths.tolist(),
-        truncated=rollout.truncated.tolist(),
-        source=rollout.source,
-    )
+    with shared_errors("rewards"):
+        rewards = score(
+            texts,
+            rollout.answers,
+            response_lengths=rollout.response_lengths.tolist(),
+            truncated=rollout.truncated.tolist(),
+            source=rollout.source,
+        )
     return rewards, texts
 
 

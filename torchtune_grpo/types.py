@@ -167,9 +167,13 @@ class RewardFn(Protocol):
 
 
 class AdvantageFn(Protocol):
-    """Rewards -> advantages ``[N, R]``, 0 outside the response mask. ``needs_reference`` asks for ref logprobs."""
+    """Rewards -> advantages ``[N, R]``, 0 outside the response mask.
+
+    ``needs_reference`` asks for ref logprobs; ``min_group_size`` is the least ``group_size`` that it can learn from.
+    """
 
     needs_reference: bool
+    min_group_size: int
 
     def __call__(self, rewards: Rewards, rollout: Rollout, ref_logprobs: Tensor) -> Tensor: ...
 

@@ -38,7 +38,7 @@ class Reporter:
         self._timer = PhaseTimer(ranks.device)
         self._sums = MetricSums()
         self._tokens: dict[str, int] = {}
-        self.evaluated: dict[str, float] = {}
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._log = MetricLog(
             cfg.output_dir,
             is_main=ranks.is_main,
@@ -89,10 +89,15 @@ class Reporter:
         if not self._evaluator:
             return
         with self._timer("evaluate"):
-            self.evaluated, samples = self._evaluator.run(model)
+            metrics, samples = self._evaluator.run(model)
         seconds = self._timer.pop().get("seconds/evaluate", 0.0)
-        self._log.log(step, {**self.evaluated, "seconds/evaluate": seconds})
+        self._evaluated = (step, metrics)
+        self._log.log(step, {**metrics, "seconds/evaluate": seconds})
         self.samples(step, samples)
+
+    def evaluated(self, step: int) -> dict[str, float]:
+        """The evaluation's metrics if the model of ``step`` was evaluated, else nothing: a stale score is no score."""
+        return self._evaluated[1] if self._evaluated[0] == step else {}
 
     def samples(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """A table of completions, columns ``SAMPLE_COLUMNS``; rank 0's rows are written. No collective."""

@@ -4,11 +4,10 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config import Component, ConfigError, component, instantiate
@@ -142,36 +141,3 @@ def hf_exporter(
                 shutil.copyfile(path, folder / path.name)
 
     return export
-
-
-class OptimizerStep:
-    """Clips, steps, and refuses non-finite gradients: such an update is skipped, and too many in a row stop the run."""
-
-    MAX_SKIPPED = 5
-
-    def __init__(self, model: TransformerDecoder, optimizer: Optimizer, scheduler: Any, clip_grad_norm: float) -> None:
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._clip = clip_grad_norm
-        self._skipped = 0
-
-    def __call__(self) -> dict[str, float]:
-        """``grad_norm`` before clipping, ``lr`` used, ``skipped_updates`` 0 or 1; the same on every rank.
-
-        Collective: the all-reduce of the global norm.
-        """
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        lr = float(self._optimizer.param_groups[0]["lr"])
-        finite = bool(torch.isfinite(torch.tensor(norm)))
-        if finite:
-            self._optimizer.step()
-        self._skipped = 0 if finite else self._skipped + 1
-        if self._skipped > self.MAX_SKIPPED:
-            raise RuntimeError(
-                f"{self._skipped} updates in a row had a non-finite gradient (norm {norm}); "
-                "lower optimizer.lr or clip_grad_norm, or resume from an earlier checkpoint"
-            )
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._scheduler is not None:
-            self._scheduler.step()
-        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not finite)}

@@ -15,13 +15,13 @@ from torchtune_grpo.models import tiny_llama
 from torchtune_grpo.models.weights import llama_hf_config, write_hf_folder
 from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.setup import (
-    OptimizerStep,
     RecipeConfig,
     build_policy,
     check_model,
     hf_exporter,
     per_rank,
 )
+from torchtune_grpo.training.train_state import OptimizerStep
 
 TOKENIZER = tiny_tokenizer()
 MODEL = {

@@ -1,0 +1,89 @@
+"""The policy under training, and all that a checkpoint holds of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torchtune.modules import TransformerDecoder
+
+from torchtune_grpo.config import instantiate, to_dict
+from torchtune_grpo.data import Tokenizer
+from torchtune_grpo.training.checkpoints import CheckpointManager
+from torchtune_grpo.training.distributed import Ranks
+from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_exporter
+
+
+class TrainState:
+    """Builds the policy, its optimizer and its schedule from a config; saves and resumes them.
+
+    Attributes:
+        model: the sharded policy.
+        optimizer_step: clips, steps and zeroes the gradients; call it after the last backward of an update.
+        checkpoints: when to save, and where.
+
+    Collective: building broadcasts the weights from rank 0.
+    """
+
+    def __init__(self, cfg: TrainingConfig, ranks: Ranks, tokenizer: Tokenizer, checkpoints: CheckpointManager) -> None:
+        torch.manual_seed(cfg.seed + ranks.rank)
+        self._cfg = cfg
+        self.checkpoints = checkpoints
+        self.model = build_policy(cfg, ranks)
+        self._optimizer = instantiate(cfg.optimizer, params=list(self.model.parameters()))
+        self._scheduler = instantiate(cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps)
+        self.optimizer_step = OptimizerStep(self.model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
+        self._export = hf_exporter(cfg, self.model, tokenizer, ranks)
+
+    def resume(self, path: Path | None) -> tuple[int, dict[str, Any]]:
+        """Restores a checkpoint and returns its step and ``extra``; 0 and nothing for a fresh run. Collective."""
+        if path is None:
+            return 0, {}
+        return self.checkpoints.load(path, model=self.model, optimizer=self._optimizer, scheduler=self._scheduler)
+
+    def save(self, step: int, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Writes the checkpoint of ``step``; ``extra`` and ``metrics`` as in ``CheckpointManager.save``. Collective."""
+        self.checkpoints.save(
+            step,
+            model=self.model,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            extra=extra,
+            metrics=metrics,
+            config=to_dict(self._cfg),
+            export=self._export,
+        )
+
+
+class OptimizerStep:
+    """Clips, steps, and refuses non-finite gradients: such an update is skipped, and too many in a row stop the run."""
+
+    MAX_SKIPPED = 5
+
+    def __init__(self, model: TransformerDecoder, optimizer: Optimizer, scheduler: Any, clip_grad_norm: float) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._clip = clip_grad_norm
+        self._skipped = 0
+
+    def __call__(self) -> dict[str, float]:
+        """``grad_norm`` before clipping, ``lr`` used, ``skipped_updates`` 0 or 1; the same on every rank.
+
+        Collective: the all-reduce of the global norm.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        finite = bool(torch.isfinite(torch.tensor(norm)))
+        if finite:
+            self._optimizer.step()
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped > self.MAX_SKIPPED:
+            raise RuntimeError(
+                f"{self._skipped} updates in a row had a non-finite gradient (norm {norm}); "
+                "lower optimizer.lr or clip_grad_norm, or resume from an earlier checkpoint"
+            )
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not finite)}
