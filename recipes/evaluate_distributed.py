@@ -7,14 +7,14 @@ Launch from the root of the repository, on any number of ranks (the numbers do n
 Writes ``<output_dir>/results.json`` and, with every completion's verdict, ``<output_dir>/<task>.jsonl``.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchtune_grpo.config import Component, component, instantiate, recipe_entry, to_dict
 from torchtune_grpo.evaluation import Evaluator, summarize_by_source
 from torchtune_grpo.training.distributed import init_ranks, shut_down
-from torchtune_grpo.training.setup import RecipeConfig, build_policy, check_model
+from torchtune_grpo.training.metrics import json_text
+from torchtune_grpo.training.setup import RecipeConfig, build_policy, check_model, make_output_dir
 
 
 @dataclass(kw_only=True)
@@ -33,10 +33,9 @@ class EvaluateRecipe:
 
     def setup(self) -> None:
         cfg, ranks = self.cfg, self.ranks
+        make_output_dir(cfg, ranks)
         self._tokenizer = instantiate(cfg.tokenizer)
         tasks = {name: instantiate(node) for name, node in cfg.evaluation.items()}
-        longest = max((t.max_prompt_tokens + t.generate.max_new_tokens for t in tasks.values()), default=0)
-        check_model(cfg, self._tokenizer, longest)
         self._evaluator = Evaluator(
             tasks,
             tokenizer=self._tokenizer,
@@ -45,6 +44,7 @@ class EvaluateRecipe:
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
+        check_model(cfg, self._tokenizer, self._evaluator.longest)
         self._model = build_policy(cfg, ranks, trainable=False)
 
     # --- Algorithm: edit here ---
@@ -56,13 +56,12 @@ class EvaluateRecipe:
             results = self._evaluator.results(self._model, name)
             metrics |= summarize_by_source(results, task.k, prefix=f"eval/{name}/")
             if self.ranks.is_main:
-                folder.mkdir(parents=True, exist_ok=True)
-                lines = [json.dumps(asdict(result)) + "\n" for result in results]
+                lines = [json_text(asdict(result)) + "\n" for result in results]
                 (folder / f"{name}.jsonl").write_text("".join(lines))
                 print(f"{name} | dropped {self._evaluator.dropped(name)}", flush=True)
         if self.ranks.is_main:
             report = {"metrics": metrics, "config": to_dict(self.cfg)}
-            (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+            (folder / "results.json").write_text(json_text(report, indent=1) + "\n")
             for key, value in metrics.items():
                 print(f"{key:40s} {value:.4f}", flush=True)
 

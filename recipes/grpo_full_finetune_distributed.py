@@ -23,7 +23,14 @@ from torchtune_grpo.rollouts import rollout_metrics, sample_rows, score_rollout
 from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.training.reporting import Reporter, report_data
-from torchtune_grpo.training.setup import TrainingConfig, build_policy, check_model, per_rank
+from torchtune_grpo.training.setup import (
+    TrainingConfig,
+    build_policy,
+    check_at_least,
+    check_model,
+    make_output_dir,
+    per_rank,
+)
 from torchtune_grpo.training.train_state import TrainState
 from torchtune_grpo.types import Rewards, Rollout, Trajectory
 
@@ -50,12 +57,18 @@ class Config(TrainingConfig):
     num_logged_samples: int = 4
 
     def __post_init__(self) -> None:
-        updates = self.epochs_per_rollout * self.minibatches_per_epoch
-        if self.epochs_per_rollout < 1 or self.minibatches_per_epoch < 1 or self.total_steps % updates:
+        super().__post_init__()
+        counts = ("max_sampling_rounds", "epochs_per_rollout", "minibatches_per_epoch", "log_samples_every_n_steps")
+        check_at_least(1, self, *counts)
+        if self.total_steps % self.updates_per_rollout:
             raise ConfigError(
-                f"total_steps: got {self.total_steps}, expected a multiple of the {updates} optimizer steps of a "
-                "rollout (epochs_per_rollout * minibatches_per_epoch, both >= 1)"
+                f"total_steps: got {self.total_steps}, expected a multiple of the {self.updates_per_rollout} optimizer "
+                "steps of a rollout (epochs_per_rollout * minibatches_per_epoch)"
             )
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.epochs_per_rollout * self.minibatches_per_epoch
 
 
 class GRPORecipe:
@@ -69,16 +82,18 @@ class GRPORecipe:
 
     def setup(self) -> None:
         cfg, ranks = self.cfg, self.ranks
+        make_output_dir(cfg, ranks)
         checkpoints = instantiate(cfg.checkpoints, output_dir=cfg.output_dir)
         resume_from = checkpoints.start(cfg.resume)
         self._tokenizer, self._prompt = instantiate(cfg.tokenizer), instantiate(cfg.prompt)
         self._setup_algorithm()
-        check_model(cfg, self._tokenizer, longest=cfg.max_prompt_tokens + self._generate.max_new_tokens)
         self._setup_data()
-        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints)
+        longest = max(cfg.max_prompt_tokens + self._generate.max_new_tokens, self._evaluator.longest)
+        check_model(cfg, self._tokenizer, longest)
+        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from)
         needs_reference = self._advantage_fn.needs_reference or self._loss_fn.needs_reference
         self._reference = build_policy(cfg, ranks, trainable=False) if needs_reference else None
-        self.step, extra = self._state.resume(resume_from)  # last: it restores the random state
+        self.step, extra = self._state.resume()  # last: it restores the random state
         self._position = extra.get("position", 0)
         self._report = Reporter(
             cfg,
@@ -154,8 +169,7 @@ class GRPORecipe:
                 pool.add(rollout, rewards)
             self._report.add(rollout_metrics(rollout, rewards))
         self._report.add(pool.metrics)
-        if self.step % self.cfg.log_samples_every_n_steps == 0:
-            self._report.samples(self.step, sample_rows(rollout, rewards, texts, self.cfg.num_logged_samples))
+        self._samples = sample_rows(rollout, rewards, texts, self.cfg.num_logged_samples)
         return pool.result(self._tokenizer.pad_id)
 
     def _trajectory(self, rollout: Rollout, rewards: Rewards) -> Trajectory:
@@ -190,6 +204,7 @@ class GRPORecipe:
         self.step += 1
 
     def _train_on_rollout(self) -> None:
+        before = self.step
         rollout, rewards = self._sample()
         trajectory = self._trajectory(rollout, rewards)
         with self._report.phase("update", tokens=int(trajectory.rollout.response_mask.sum())):
@@ -197,14 +212,15 @@ class GRPORecipe:
                 for part in minibatches(trajectory, self.cfg.minibatches_per_epoch):
                     self._update(part)
         self._report.log(self.step)
+        if self._is_due(self.cfg.log_samples_every_n_steps, before):
+            self._report.samples(self.step, self._samples)
 
     def train(self) -> None:
         cfg = self.cfg
         if self.step == 0:
             self._report.evaluate(0, self._state.model)
         self._state.model.train()
-        updates = cfg.epochs_per_rollout * cfg.minibatches_per_epoch
-        steps = range(self.step, cfg.total_steps, updates)
+        steps = range(self.step, cfg.total_steps, cfg.updates_per_rollout)
         for before in progress_bar(steps, "GRPO steps"):
             self._train_on_rollout()
             if self._is_due(cfg.evaluate_every_n_steps, before):

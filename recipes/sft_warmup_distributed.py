@@ -18,7 +18,7 @@ from torchtune_grpo.microbatches import plan_lengths_in_step
 from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.training.reporting import Reporter, report_data
-from torchtune_grpo.training.setup import TrainingConfig, check_model, per_rank
+from torchtune_grpo.training.setup import TrainingConfig, check_at_least, check_model, make_output_dir, per_rank
 from torchtune_grpo.training.train_state import TrainState
 
 
@@ -29,6 +29,10 @@ class Config(TrainingConfig):
     examples_per_step: int  # over all ranks
     max_tokens: int  # longest example, prompt to end token; longer ones are left out and counted
     log_every_n_steps: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, self, "log_every_n_steps")
 
 
 class SFTWarmupRecipe:
@@ -41,13 +45,14 @@ class SFTWarmupRecipe:
 
     def setup(self) -> None:
         cfg, ranks = self.cfg, self.ranks
+        make_output_dir(cfg, ranks)
         checkpoints = instantiate(cfg.checkpoints, output_dir=cfg.output_dir)
         resume_from = checkpoints.start(cfg.resume)
         self._tokenizer, self._prompt = instantiate(cfg.tokenizer), instantiate(cfg.prompt)
-        check_model(cfg, self._tokenizer, longest=cfg.max_tokens)
         self._setup_data()
-        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints)
-        self.step, _ = self._state.resume(resume_from)
+        check_model(cfg, self._tokenizer, longest=max(cfg.max_tokens, self._evaluator.longest))
+        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from)
+        self.step, _ = self._state.resume()
         self._report = Reporter(
             cfg,
             ranks,
@@ -108,11 +113,12 @@ class SFTWarmupRecipe:
                 self._update(batch)
             self.step += 1
             last = self.step == cfg.total_steps
-            if last or self.step % cfg.log_every_n_steps == 0:
+            saves = last or self._state.checkpoints.is_due(self.step)
+            if saves or self.step % cfg.log_every_n_steps == 0:  # no open mean may straddle a checkpoint
                 self._report.log(self.step)
             if last or self.step % cfg.evaluate_every_n_steps == 0:
                 self._report.evaluate(self.step, self._state.model)
-            if last or self._state.checkpoints.is_due(self.step):
+            if saves:
                 self.save_checkpoint()
 
     # --- Plumbing ---

@@ -104,6 +104,11 @@ class Evaluator:
     def __bool__(self) -> bool:
         return bool(self.tasks)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and completion that any task allows; 0 without tasks."""
+        return max((t.max_prompt_tokens + t.generate.max_new_tokens for t in self.tasks.values()), default=0)
+
     def num_rows(self, name: str) -> int:
         """Questions of a task, over all ranks."""
         return self._loaders[name].num_rows

@@ -222,3 +222,19 @@ def test_contradictions_are_refused_before_any_weights_load(
     done = run("grpo_full_finetune", small_config("grpo", tmp_path), override, ranks=ranks)
     assert done.returncode != 0
     assert f"Config error:\n{key}" in done.stderr
+
+
+def test_resume_with_another_config_is_refused_and_names_the_keys(chain: Path) -> None:
+    config = small_config("grpo", chain / "changed", weights=str(chain / "sft_warmup"), output_dir=str(chain / "grpo"))
+    done = run("grpo_full_finetune", config, "optimizer.lr=1e-9", "total_steps=6", ranks=1)
+    assert done.returncode != 0
+    message = done.stderr.split("Config error:")[1].split("TORCHTUNE_GRPO_TRACEBACK")[0]
+    assert "optimizer: got" in message and "output_dir" in message
+    assert "total_steps" not in message
+
+
+def test_evaluation_longer_than_the_model_allows_is_refused_at_setup(tmp_path: Path) -> None:
+    config = small_config("sft_warmup", tmp_path)
+    done = run("sft_warmup", config, "evaluation.heldout.generate.max_new_tokens=200", ranks=1)
+    assert done.returncode != 0
+    assert "Config error:\nmodel.max_seq_len: got 128, expected at least 272" in done.stderr

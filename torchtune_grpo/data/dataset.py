@@ -82,7 +82,7 @@ def load_rows(path: str, *, split: str, name: str | None) -> Iterable[Mapping]:
         if kind:
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         return datasets.load_dataset(path, name, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:  # StopIteration: no row
         raise ConfigError(
             f"cannot load `path` {path!r}, `split` {split!r}: {error}. Check both, or name a local .jsonl or "
             ".parquet file where the hub cannot be reached"
@@ -120,7 +120,7 @@ def collect(
             continue
         if missing := set(fields) - set(row):
             raise ConfigError(f"`path`: row {index} has the fields {list(row)}; expected also {sorted(missing)}")
-        example = parse(row) if all(row[name] for name in fields) else "field_empty"
+        example = _fault(row, fields) or parse(row)
         if isinstance(example, Example) and not is_gradable(example.answer):
             example = "answer_not_gradable"
         if isinstance(example, str):
@@ -128,6 +128,13 @@ def collect(
         else:
             examples.append(example)
     return Dataset(examples=examples, dropped=dict(dropped))
+
+
+def _fault(row: Mapping, fields: Sequence[str]) -> str | None:
+    """Why a row has nothing to parse, None where it has."""
+    if not all(row[name] for name in fields):
+        return "field_empty"
+    return None if all(isinstance(row[name], str) for name in fields) else "field_not_text"
 
 
 def mixed_dataset(datasets: list[Dataset], weights: list[float], size: int | None = None, seed: int = 0) -> Dataset:

@@ -114,9 +114,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"`tokenizer.path`: {path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"`tokenizer.path`: {path} holds a {type(value).__name__}, expected a JSON object")
+    return value
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

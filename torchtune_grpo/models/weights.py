@@ -43,6 +43,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except ValueError as e:
         raise ConfigError(f"weights: cannot read {path}: {e}") from e
+    if not isinstance(config, dict):
+        raise ConfigError(f"weights: got a {type(config).__name__} in {path}, expected a JSON object")
     if config.get("model_type") not in FAMILIES:
         raise ConfigError(
             f"weights: got model_type {config.get('model_type')!r} in {path}, expected {sorted(FAMILIES)}"
@@ -54,7 +56,7 @@ def check_weights(folder: str | Path, model: TransformerDecoder) -> None:
     """Compares a folder with ``model`` (which may be on meta) from its config and its tensors' headers alone.
 
     Raises ConfigError that names the first differences: another vocabulary, width, depth or family, or another
-    norm epsilon or rotary embedding, which no shape would show.
+    number of heads, norm epsilon or rotary embedding, which no shape would show.
     """
     config = read_hf_config(folder)
     shapes: dict[str, Tensor] = {}
@@ -87,8 +89,11 @@ def check_weights(folder: str | Path, model: TransformerDecoder) -> None:
 def _constants(config: Mapping[str, Any], model: TransformerDecoder) -> dict[str, tuple[float, float]]:
     """What logits depend on beside the tensors: name -> (the folder's value, the model's)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    embedding = model.layers[0].attn.pos_embeddings
+    attention = model.layers[0].attn
+    embedding = attention.pos_embeddings
     found = {
+        "num_attention_heads": (config.get("num_attention_heads"), attention.num_heads),
+        "num_key_value_heads": (config.get("num_key_value_heads"), attention.num_kv_heads),
         "rms_norm_eps": (config.get("rms_norm_eps"), model.norm.eps),
         "rope_theta": (rope.get("rope_theta", config.get("rope_theta")), embedding.base),
         "rope_scaling.factor": (rope.get("factor", 1.0), getattr(embedding, "scale_factor", 1.0)),

@@ -106,7 +106,7 @@ def _is_words(text: str) -> bool:
 
 def _may_be_equal(answer: str, gold: str) -> bool:
     """What the texts alone can rule out before sympy is asked."""
-    if _is_words(answer) or _is_words(gold):
+    if _is_words(answer) or _is_words(gold) or not is_balanced(answer):
         return False
     if bool(_EQUALS.search(answer)) != bool(_EQUALS.search(gold)):
         return False  # else the right side of 3x + y = 0 would be paid for 0

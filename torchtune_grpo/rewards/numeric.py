@@ -40,7 +40,8 @@ _SHORT_WORDS = frozenset("of in is at to by on an it he we us so".split())
 _NOT_PROSE = frozenset(  # words that change the value, deny it, or offer another
     "or not no never nor isn't than least most about approximately nearly over under between negative minus"
     " plus times half double twice squared cubed dozen point mod root sqrt pi exp log ln sin cos tan sec csc"
-    " cot inf infinity infty frac cdot if unless except".split()
+    " cot inf infinity infty frac cdot if unless except factorial tenths hundredths thousandths thirds quarters fifths"
+    " below but fewer less more maybe perhaps".split()
 )
 _TEXT_COMMAND = re.compile(r"\\text ?\{([^{}]*)\}")
 _UNIT_EXPONENT = re.compile(r"(?<=[A-Za-z }])\^ ?(?:[0-9]|\{[0-9]\})")

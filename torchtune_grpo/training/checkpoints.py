@@ -109,12 +109,13 @@ class CheckpointManager:
         """
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".{final.name}.tmp"
-        if all_gather_objects(final.exists())[0]:  # rank 0 decides: network file systems may disagree
+        if all_gather_objects((final / "state.json").is_file())[0]:  # rank 0 decides: network file systems may disagree
             return final
         try:
             with shared_errors(f"checkpoint of step {step}, making its folder"):
                 if rank() == 0:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    for folder in (partial, final):  # a step_* folder without state.json is no checkpoint
+                        shutil.rmtree(folder, ignore_errors=True)
                     (partial / "rng").mkdir(parents=True)
             with shared_errors(f"checkpoint of step {step}, train state"):
                 dcp.save(_train_state(model, optimizer, scheduler), checkpoint_id=partial / "train")
@@ -142,7 +143,7 @@ class CheckpointManager:
         continues from the ranks' own seeds, and is not the run that it would have been.
         """
         with shared_errors(f"resume: loading {path}"):
-            state = _read_state(path)
+            state = read_state(path)
             train = _train_state(model, optimizer, scheduler)
             dcp.load(train, checkpoint_id=path / "train")
             set_state_dict(model, optimizer, model_state_dict=train["model"], optim_state_dict=train["optimizer"])
@@ -170,7 +171,7 @@ class CheckpointManager:
         paths = _checkpoints(self.folder)
         kept = set(paths[-self.keep_last :])
         if self.keep_best:
-            scores = {path: _read_state(path)["metrics"].get(self.best_metric) for path in paths}
+            scores = {path: read_state(path)["metrics"].get(self.best_metric) for path in paths}
             ranked = [path for path in paths if scores[path] is not None and not isnan(scores[path])]
             kept.update(sorted(ranked, key=scores.get)[-self.keep_best :])
         for path in set(paths) - kept:
@@ -211,7 +212,8 @@ def _checkpoints(folder: Path) -> list[Path]:
     )
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
+    """A checkpoint's ``state.json``: step, extra, metrics, config, versions, world size."""
     return json.loads((path / "state.json").read_text())
 
 

@@ -42,7 +42,7 @@ class MetricSums:
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a local sum and the number of things summed. Tensors stay on their device until ``reduce``."""
-        pair = torch.stack([torch.as_tensor(x).detach().to(torch.float64) for x in (total, count)])
+        pair = torch.stack([_float64(x) for x in (total, count)])
         self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
 
     def add_all(self, metrics: Metrics) -> None:
@@ -118,9 +118,8 @@ class MetricLog:
         """One line of scalars for ``step``, on disk when this returns."""
         if not self._is_main:
             return
-        line = {name: value if math.isfinite(value) else None for name, value in values.items()}
         seconds = round(time.monotonic() - self._start, 3)
-        _write_line(self._metrics_file, {"step": step, "time_s": seconds, **line})
+        _write_line(self._metrics_file, {"step": step, "time_s": seconds, **values})
         self._to_loggers(lambda logger: logger.log_dict(values, step=step))
         shown = [f"{name} {values[name]:.4g}" for name in self._console if name in values]
         if shown:
@@ -211,8 +210,27 @@ def _drop_after(path: Path, step: int | None) -> list[dict[str, Any]]:
     return kept
 
 
+def _float64(value: Tensor | float) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float64)
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON of plain values at any depth; a number that is not finite, which JSON lacks, becomes null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _write_line(file: Any, line: Mapping[str, Any]) -> None:
-    file.write(json.dumps(line) + "\n")
+    file.write(json_text(line) + "\n")
     file.flush()
 
 

@@ -121,7 +121,6 @@ def report_data(
             "dropped": evaluator.dropped(name),
             "also_in_train": overlap(train, task.dataset),
         }
-    Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
     (Path(cfg.output_dir) / "data.json").write_text(json.dumps(report, indent=1) + "\n")
     for name, entry in report.items():
         print(f"data {name} | " + " | ".join(f"{key}: {value}" for key, value in entry.items()), flush=True)

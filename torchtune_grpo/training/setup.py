@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import ClassVar, Literal
 
 import torch
@@ -48,6 +49,12 @@ class RecipeConfig:
     activation_checkpointing: ClassVar[bool] = False  # keys of training recipes only
     compile: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        if not self.output_dir:
+            raise ConfigError("output_dir: got an empty string, expected a folder to write to")
+        if self.num_threads is not None:
+            check_at_least(1, self, "num_threads")
+
 
 @dataclass(kw_only=True)
 class TrainingConfig(RecipeConfig):
@@ -60,12 +67,41 @@ class TrainingConfig(RecipeConfig):
     max_tokens_per_micro_batch: int
     optimizer: Component = component(runtime=("params",))
     lr_scheduler: Component | None = component(runtime=("optimizer", "num_training_steps"), default=None)
-    clip_grad_norm: float = 1.0
+    clip_grad_norm: float | None = 1.0  # null: gradients are not clipped
     evaluation: dict[str, Component] = component(default={})
     evaluate_every_n_steps: int = 10
     checkpoints: Component = component(runtime=("output_dir",))
     resume: str | None = "auto"
     metric_loggers: list[Component] = component(default=[])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, self, "total_steps", "max_tokens_per_micro_batch", "evaluate_every_n_steps")
+        if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
+            raise ConfigError(f"clip_grad_norm: got {self.clip_grad_norm}, expected > 0, or null for no clipping")
+        best = self.checkpoints.get("best_metric")
+        if best is not None and not any(best.startswith(f"eval/{task}/") for task in self.evaluation):
+            names = ", ".join(f"eval/{task}/pass@1" for task in self.evaluation) or "none, as `evaluation` is empty"
+            raise ConfigError(f"checkpoints.best_metric: got {best!r}, expected an evaluation's metric: {names}")
+
+
+def make_output_dir(cfg: RecipeConfig, ranks: Ranks) -> None:
+    """Makes the folder on rank 0, before any work is done. Raises ConfigError where it cannot be written to."""
+    if not ranks.is_main:
+        return
+    try:
+        Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=cfg.output_dir):
+            pass
+    except OSError as e:
+        raise ConfigError(f"output_dir: got {cfg.output_dir!r}, which cannot be written to: {e}") from e
+
+
+def check_at_least(least: int, cfg: RecipeConfig, *keys: str) -> None:
+    """Raises ConfigError for the first of ``keys`` whose number is below ``least``."""
+    for key in keys:
+        if getattr(cfg, key) < least:
+            raise ConfigError(f"{key}: got {getattr(cfg, key)}, expected at least {least}")
 
 
 def build_policy(cfg: RecipeConfig, ranks: Ranks, *, trainable: bool = True) -> TransformerDecoder:

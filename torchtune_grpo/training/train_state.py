@@ -8,11 +8,18 @@ import torch
 from torch.optim import Optimizer
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.config import instantiate, to_dict
+from torchtune_grpo.config import ConfigError, instantiate, to_dict
 from torchtune_grpo.data import Tokenizer
-from torchtune_grpo.training.checkpoints import CheckpointManager
+from torchtune_grpo.training.checkpoints import CheckpointManager, read_state
 from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_exporter
+
+MAY_CHANGE = frozenset(
+    "output_dir resume total_steps device num_threads dp_replicate activation_checkpointing compile "
+    "max_tokens_per_micro_batch evaluation evaluate_every_n_steps checkpoints metric_loggers log_every_n_steps "
+    "log_samples_every_n_steps num_logged_samples".split()
+)
+"""Keys that a resumed run may change: they say how and how long to run, not which run it is."""
 
 
 class TrainState:
@@ -24,9 +31,22 @@ class TrainState:
         checkpoints: when to save, and where.
 
     Collective: building broadcasts the weights from rank 0.
+
+    Raises:
+        ConfigError: ``resume_from`` was saved with another config, but for the keys ``MAY_CHANGE``.
     """
 
-    def __init__(self, cfg: TrainingConfig, ranks: Ranks, tokenizer: Tokenizer, checkpoints: CheckpointManager) -> None:
+    def __init__(
+        self,
+        cfg: TrainingConfig,
+        ranks: Ranks,
+        tokenizer: Tokenizer,
+        checkpoints: CheckpointManager,
+        resume_from: Path | None,
+    ) -> None:
+        if resume_from is not None:
+            check_resumed_config(read_state(resume_from)["config"], to_dict(cfg), resume_from)
+        self._resume_from = resume_from
         torch.manual_seed(cfg.seed + ranks.rank)
         self._cfg = cfg
         self.checkpoints = checkpoints
@@ -36,11 +56,14 @@ class TrainState:
         self.optimizer_step = OptimizerStep(self.model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
         self._export = hf_exporter(cfg, self.model, tokenizer, ranks)
 
-    def resume(self, path: Path | None) -> tuple[int, dict[str, Any]]:
-        """Restores a checkpoint and returns its step and ``extra``; 0 and nothing for a fresh run. Collective."""
-        if path is None:
+    def resume(self) -> tuple[int, dict[str, Any]]:
+        """Restores the checkpoint, if there is one to resume from, and returns its step and ``extra``, else 0 and
+        nothing. Call it last in set-up: it restores the random state. Collective."""
+        if self._resume_from is None:
             return 0, {}
-        return self.checkpoints.load(path, model=self.model, optimizer=self._optimizer, scheduler=self._scheduler)
+        return self.checkpoints.load(
+            self._resume_from, model=self.model, optimizer=self._optimizer, scheduler=self._scheduler
+        )
 
     def save(self, step: int, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Writes the checkpoint of ``step``; ``extra`` and ``metrics`` as in ``CheckpointManager.save``. Collective."""
@@ -56,14 +79,25 @@ class TrainState:
         )
 
 
+def check_resumed_config(saved: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:
+    """Refuses to go on as another run under the old name. Raises ConfigError with every key that differs."""
+    keys = [k for k in {**saved, **current} if k not in MAY_CHANGE and saved.get(k) != current.get(k)]
+    if keys:
+        lines = [f"{key}: got {current.get(key)}, but {path} was saved with {saved.get(key)}" for key in keys]
+        advice = "Set them back, or start another run: another `output_dir`, with `weights` naming this checkpoint."
+        raise ConfigError("\n".join([*lines, advice]))
+
+
 class OptimizerStep:
     """Clips, steps, and refuses non-finite gradients: such an update is skipped, and too many in a row stop the run."""
 
     MAX_SKIPPED = 5
 
-    def __init__(self, model: TransformerDecoder, optimizer: Optimizer, scheduler: Any, clip_grad_norm: float) -> None:
+    def __init__(
+        self, model: TransformerDecoder, optimizer: Optimizer, scheduler: Any, clip_grad_norm: float | None
+    ) -> None:
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._clip = clip_grad_norm
+        self._clip = float("inf") if clip_grad_norm is None else clip_grad_norm
         self._skipped = 0
 
     def __call__(self) -> dict[str, float]:

@@ -84,3 +84,18 @@ def test_gsm8k_partitions_of_the_original_share_out_its_rows(shared_dir, tmp_pat
     tenth, rest = (gsm8k_dataset(path=file, partition=p) for p in ("0-0/10", "1-9/10"))
     assert (len(tenth), len(rest)) == (748, 6725)  # rows 0, 10, ..., 7470 of 7473
     assert not {e.question for e in tenth.examples} & {e.question for e in rest.examples}
+
+
+def test_gsm8k_counts_rows_that_hold_no_text(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": 5, "answer": 6}\n')
+    dataset = gsm8k_dataset(path=str(path))
+    assert len(dataset) == 0
+    assert dataset.dropped == {"field_not_text": 1}
+
+
+def test_gsm8k_refuses_an_empty_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="path"):
+        gsm8k_dataset(path=str(path))

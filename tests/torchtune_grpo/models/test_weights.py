@@ -214,6 +214,15 @@ def test_check_weights_compares_what_shapes_do_not_show(key: str, value: object,
         check_weights(tmp_path, _tune_model("llama"))
 
 
+def test_check_weights_refuses_other_heads_of_the_same_shapes(tmp_path: Path) -> None:
+    path = _save("llama", tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    halved = {key: config[key] // 2 for key in ("num_attention_heads", "num_key_value_heads")}
+    path.write_text(json.dumps(config | halved | {"head_dim": 2 * config["head_dim"]}))
+    with pytest.raises(ConfigError, match="num_attention_heads: weights 2.0, model 4.0"):
+        check_weights(tmp_path, _tune_model("llama"))
+
+
 def test_unsupported_and_incomplete_folders_are_refused(tmp_path: Path) -> None:
     model = _tune_model("llama")
     with pytest.raises(ConfigError, match="config.json"):

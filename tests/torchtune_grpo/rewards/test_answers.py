@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtune_grpo.rewards import answers
 from torchtune_grpo.rewards.answers import MAX_ANSWER_CHARS, answers_match, canonical_answer, is_gradable
 
 ALPHABET = st.sampled_from(list("0123456789.,+-*/^_{}()[]\\$%= xyeπ½²–\u200b\x00") + [r"\frac", r"\text{", "or"])
@@ -131,3 +132,13 @@ def test_any_text_has_a_canonical_answer_and_a_gradability(left, right):
     assert is_gradable(left) in (True, False)
     if is_gradable(left):
         assert answers_match(left, left) is True
+
+
+@pytest.mark.parametrize("answer", ["18 factorial", "18 hundredths", "18 below zero", "all but 18", "18 fewer"])
+def test_number_with_a_word_that_changes_its_value_is_not_the_number(answer):
+    assert answers_match(answer, "18") is False
+
+
+def test_answer_that_is_no_latex_is_not_sent_to_the_judge(monkeypatch):
+    monkeypatch.setattr(answers, "compare_math", lambda *_: pytest.fail("asked the judge"))
+    assert answers_match("{" * 100, "x^2") is False

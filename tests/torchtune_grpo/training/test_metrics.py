@@ -165,6 +165,14 @@ def read_wandb(folder: Path) -> list:
     return records
 
 
+def wandb_history(records: list) -> list[dict[str, str]]:
+    return [
+        {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+
+
 def test_log_reaches_wandb_offline_tables_and_config_included(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -173,12 +181,9 @@ def test_log_reaches_wandb_offline_tables_and_config_included(tmp_path: Path, mo
     log.log(4, {"reward": 0.25})
     log.log_table(4, ["question", "reward"], [["1+1?", 1.0]])
     log.close()
-    records = read_wandb(tmp_path)
-    logged = [
-        {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
-        for record in records
-        if record.HasField("history")
-    ]
+    deadline = time.monotonic() + 30  # W&B's own process writes the file
+    while len(logged := wandb_history(records := read_wandb(tmp_path))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert any(row.get("reward") == "0.25" and row.get("global_step") == "4" for row in logged)
     assert any(name.startswith("samples") and "table" in value for row in logged for name, value in row.items())
     updates = [item for record in records if record.HasField("config") for item in record.config.update]

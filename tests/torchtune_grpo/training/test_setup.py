@@ -16,12 +16,14 @@ from torchtune_grpo.models.weights import llama_hf_config, write_hf_folder
 from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.setup import (
     RecipeConfig,
+    TrainingConfig,
     build_policy,
     check_model,
     hf_exporter,
+    make_output_dir,
     per_rank,
 )
-from torchtune_grpo.training.train_state import OptimizerStep
+from torchtune_grpo.training.train_state import MAY_CHANGE, OptimizerStep, check_resumed_config
 
 TOKENIZER = tiny_tokenizer()
 MODEL = {
@@ -207,3 +209,70 @@ def test_policies_on_two_ranks_load_export_and_skip_together(weights: Path, tmp_
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
         assert tokenizer.encode(text, add_special_tokens=False) == TOKENIZER.encode(text)
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
+
+
+TRAINING = {
+    "output_dir": "unused",
+    "tokenizer": {"_component_": "torchtune_grpo.data.tiny_tokenizer"},
+    "prompt": {"_component_": "torchtune_grpo.data.Prompt"},
+    "model": MODEL,
+    "weights": None,
+    "rewards": {"_component_": "torchtune_grpo.rewards.FormatReward"},
+    "dataset": {"_component_": "torchtune_grpo.data.tiny_dataset", "split": "sft", "size": 4},
+    "total_steps": 4,
+    "max_tokens_per_micro_batch": 100,
+    "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1},
+    "checkpoints": {"_component_": "torchtune_grpo.training.checkpoints.CheckpointManager", "every_n_steps": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("total_steps", 0),
+        ("total_steps", -4),
+        ("max_tokens_per_micro_batch", 0),
+        ("evaluate_every_n_steps", 0),
+        ("clip_grad_norm", 0.0),
+        ("clip_grad_norm", -1.0),
+        ("num_threads", 0),
+        ("output_dir", ""),
+    ],
+)
+def test_training_config_refuses_numbers_out_of_range(key: str, value: object) -> None:
+    assert load(OmegaConf.create(TRAINING), TrainingConfig).total_steps == 4
+    with pytest.raises(ConfigError, match=f"^{key}: got"):
+        load(OmegaConf.create(TRAINING | {key: value}), TrainingConfig)
+
+
+def test_training_config_refuses_a_best_metric_that_no_evaluation_reports() -> None:
+    best = TRAINING["checkpoints"] | {"keep_best": 1, "best_metric": "eval/heldout/pass@1"}
+    with pytest.raises(ConfigError, match="checkpoints.best_metric"):
+        load(OmegaConf.create(TRAINING | {"checkpoints": best}), TrainingConfig)
+
+
+def test_no_clipping_leaves_the_gradient_as_it_is() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=1.0), None, None)
+    (1000 * model.weight.sum()).backward()
+    assert step()["grad_norm"] == 1000.0
+    assert model.weight.item() == -1000.0
+
+
+def test_resumed_config_may_change_how_long_to_run_but_not_what() -> None:
+    saved = {"seed": 1, "total_steps": 4, "loss": {"clip_low": 0.2}}
+    check_resumed_config(saved, saved | {"total_steps": 9}, Path("step"))
+    with pytest.raises(ConfigError) as error:
+        check_resumed_config(saved, saved | {"total_steps": 9, "loss": {"clip_low": 0.3}, "seed": 2}, Path("step"))
+    assert "seed: got 2" in str(error.value) and "loss: got {'clip_low': 0.3}" in str(error.value)
+    assert "total_steps" not in str(error.value)
+    assert {"optimizer", "model", "weights", "dataset", "seed"}.isdisjoint(MAY_CHANGE)
+
+
+def test_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cfg = _config()
+    cfg.output_dir = str(tmp_path / "file")
+    with pytest.raises(ConfigError, match="^output_dir: got"):
+        make_output_dir(cfg, _ranks(1))
