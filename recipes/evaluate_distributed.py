@@ -14,6 +14,7 @@ from torchtune_grpo.config import Component, component, instantiate, recipe_entr
 from torchtune_grpo.evaluation import Evaluator, summarize_by_source
 from torchtune_grpo.training.distributed import init_ranks, shut_down
 from torchtune_grpo.training.metrics import json_text
+from torchtune_grpo.training.progress import say
 from torchtune_grpo.training.setup import RecipeConfig, build_policy, check_model, make_output_dir
 
 
@@ -58,12 +59,14 @@ class EvaluateRecipe:
             if self.ranks.is_main:
                 lines = [json_text(asdict(result)) + "\n" for result in results]
                 (folder / f"{name}.jsonl").write_text("".join(lines))
-                print(f"{name} | dropped {self._evaluator.dropped(name)}", flush=True)
+                dropped = self._evaluator.dropped(name) or "none"
+                say(f"{name} | questions: {len(results)} | dropped: {dropped} | completions in {folder / name}.jsonl")
         if self.ranks.is_main:
             report = {"metrics": metrics, "config": to_dict(self.cfg)}
             (folder / "results.json").write_text(json_text(report, indent=1) + "\n")
             for key, value in metrics.items():
-                print(f"{key:40s} {value:.4f}", flush=True)
+                say(f"{key:40s} {value:.4f}")
+            say(f"Written to {folder / 'results.json'}")
 
     # --- Plumbing ---
 

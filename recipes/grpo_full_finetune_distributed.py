@@ -169,7 +169,7 @@ class GRPORecipe:
                 pool.add(rollout, rewards)
             self._report.add(rollout_metrics(rollout, rewards))
         self._report.add(pool.metrics)
-        self._samples = sample_rows(rollout, rewards, texts, self.cfg.num_logged_samples)
+        self._samples = sample_rows(rollout, rewards, texts, self._tokenizer, self.cfg.num_logged_samples)
         return pool.result(self._tokenizer.pad_id)
 
     def _trajectory(self, rollout: Rollout, rewards: Rewards) -> Trajectory:

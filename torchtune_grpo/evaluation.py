@@ -157,7 +157,7 @@ class Evaluator:
                         parts={part: values[own].tolist() for part, values in rewards.parts.items()},
                         lengths=lengths[own],
                         truncated=truncated[own],
-                        sample=sample_row(rollout, rewards, texts, b * size),
+                        sample=sample_row(rollout, rewards, texts, self._tokenizer, b * size),
                     )
                 )
         return sorted((r for part in all_gather_objects(local) for r in part), key=lambda r: r.row)

@@ -61,19 +61,23 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards) -> Metrics:
     return metrics
 
 
-SAMPLE_COLUMNS = ["source", "completion", "answer", "reward", "success"]
+SAMPLE_COLUMNS = ["source", "prompt", "completion", "answer", "reward", "success"]
 
 
-def sample_row(rollout: Rollout, rewards: Rewards, texts: list[str], row: int) -> list[Any]:
+def sample_row(rollout: Rollout, rewards: Rewards, texts: list[str], tokenizer: Tokenizer, row: int) -> list[Any]:
     """One row of the table of sample completions, by ``SAMPLE_COLUMNS``."""
     reward, success = float(rewards.total[row]), float(rewards.success[row])
-    return [rollout.source[row], texts[row], rollout.answers[row], reward, success]
+    start = rollout.prompt_width - int(rollout.prompt_lengths[row])
+    prompt = tokenizer.decode(rollout.tokens[row, start : rollout.prompt_width].tolist())
+    return [rollout.source[row], prompt, texts[row], rollout.answers[row], reward, success]
 
 
-def sample_rows(rollout: Rollout, rewards: Rewards, texts: list[str], count: int) -> list[list[Any]]:
+def sample_rows(
+    rollout: Rollout, rewards: Rewards, texts: list[str], tokenizer: Tokenizer, count: int
+) -> list[list[Any]]:
     """Up to ``count`` rows of the table, the first completion of each group."""
     first = range(0, len(rollout), rollout.group_size)
-    return [sample_row(rollout, rewards, texts, row) for row in first[:count]]
+    return [sample_row(rollout, rewards, texts, tokenizer, row) for row in first[:count]]
 
 
 def _judged(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

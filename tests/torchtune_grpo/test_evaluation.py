@@ -163,7 +163,7 @@ def test_evaluation_is_the_same_for_any_batch_size_and_number_of_ranks() -> None
     assert metrics["eval/toy/n"] == 7
     assert metrics["eval/toy/even/n"] == 4 and metrics["eval/toy/odd/n"] == 3
     assert 0 < metrics["eval/toy/pass@1"] < 1
-    assert [(row[0], row[2]) for row in samples] == [("eval/toy", str(i)) for i in range(SAMPLES_PER_TASK)]
+    assert [(row[0], row[3]) for row in samples] == [("eval/toy", str(i)) for i in range(SAMPLES_PER_TASK)]
     for other, shown in [_evaluator(2).run(_model()), *(run[:2] for run in run_ranks(_run_on_rank, 3))]:
         assert other == pytest.approx(metrics, nan_ok=True, abs=1e-12)
         assert [row[:3] for row in shown] == [row[:3] for row in samples]
@@ -224,7 +224,8 @@ def test_results_carry_canonical_answers_and_lengths() -> None:
     (result,) = _evaluator(1, rows=1, generate=generate, k=[1]).results(_model(), "toy")
     assert result.answers == ["18", None]
     assert result.lengths == [len(TOKENIZER.encode(t)) + 1 for t in generate._texts]
-    assert result.sample[0] == "even" and "9*2=18" in result.sample[1] and result.sample[2] == "0"
+    assert result.sample[:2] == ["even", "User: Tom Assistant: <think>"]
+    assert "9*2=18" in result.sample[2] and result.sample[3] == "0"
 
 
 def test_evaluator_tells_what_it_left_out() -> None:

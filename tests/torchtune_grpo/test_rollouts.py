@@ -75,8 +75,9 @@ def test_rollout_metrics_are_sums_and_counts_over_judged_rows() -> None:
 def test_sample_rows_show_the_first_completion_of_each_group() -> None:
     rollout, rewards = _rollout(), _rewards()
     texts = completions(rollout, TOKENIZER)
-    rows = sample_rows(rollout, rewards, texts, 5)
-    assert rows[0] == ["s0", "4+5=9.", "0", 1.0, 1.0]
-    assert rows[1][:3] == ["s2", "", "2"] and math.isnan(rows[1][3])
+    rows = sample_rows(rollout, rewards, texts, TOKENIZER, 5)
+    prompts = [TOKENIZER.decode(rollout.tokens[row, : rollout.prompt_width].tolist()) for row in (0, 2)]
+    assert rows[0] == ["s0", prompts[0].replace("<pad>", "").strip(), "4+5=9.", "0", 1.0, 1.0]
+    assert rows[1][0] == "s2" and rows[1][2:4] == ["", "2"] and math.isnan(rows[1][4])
     assert len(rows) == 2
-    assert sample_rows(rollout, rewards, texts, 1) == rows[:1]
+    assert sample_rows(rollout, rewards, texts, TOKENIZER, 1) == rows[:1]

@@ -47,8 +47,8 @@ class _EpochOrder:
         self.global_batch = batch_size * world_size
         if rows < self.global_batch:
             raise ConfigError(
-                f"`dataset` has {rows} usable rows; expected at least one batch on every rank: `batch_size` "
-                f"{batch_size} x {world_size} ranks. Lower `batch_size`, or raise the limit of tokens"
+                f"dataset: {rows} rows are usable, expected at least the {self.global_batch} of one step; lower "
+                "prompts_per_step or examples_per_step, or raise max_prompt_tokens or max_tokens"
             )
         self.steps_per_epoch = rows // self.global_batch
         self._rows, self._seed = rows, seed
@@ -72,7 +72,8 @@ class PromptLoader:
 
     Args:
         batch_size: prompts per rank and step.
-        seed: decides the order, and with step, rank and place in the batch the sampling seed of each prompt.
+        seed: decides the order, and with the step and the place in the *global* batch the sampling seed of each
+            prompt: the same prompt at two places gets different noise, and how many ranks share the batch has no say.
 
     Raises:
         ConfigError: fewer usable rows than ``batch_size * world_size``.
@@ -92,13 +93,13 @@ class PromptLoader:
     ) -> None:
         self._rows, self.dropped = _encode_prompts(dataset, tokenizer, prompt, max_prompt_tokens)
         self._order = _EpochOrder(len(self._rows), batch_size=batch_size, rank=rank, world_size=world_size, seed=seed)
-        self._tokenizer, self._rank, self._seed = tokenizer, rank, seed
+        self._tokenizer, self._first_place, self._seed = tokenizer, rank * batch_size, seed
         self.steps_per_epoch = self._order.steps_per_epoch
 
     def batch(self, step: int) -> PromptBatch:
         """This rank's prompts of global batch ``step``: 0, 1, ..., on through the epochs without end."""
         rows = [self._rows[i] for i in self._order.rows_of(step)]
-        seeds = [mix_seed(self._seed, step, self._rank, i) for i in range(len(rows))]
+        seeds = [mix_seed(self._seed, step, self._first_place + i) for i in range(len(rows))]
         return _prompt_batch(rows, seeds, self._tokenizer)
 
 
@@ -130,7 +131,8 @@ class EvalLoader:
         rows, self.dropped = _encode_prompts(dataset, tokenizer, prompt, max_prompt_tokens)
         if not rows or batch_size < 1:
             raise ConfigError(
-                f"evaluation got {len(rows)} usable rows and `batch_size` {batch_size}; expected both > 0"
+                f"evaluation: got {len(rows)} usable rows and batch_size {batch_size}, expected both > 0; "
+                "max_prompt_tokens may be too low"
             )
         self.num_rows = len(rows)
         mine = [(row.index, row) for row in rows[rank::world_size]]

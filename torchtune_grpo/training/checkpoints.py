@@ -161,8 +161,9 @@ class CheckpointManager:
         if path is not None and not (path / "state.json").is_file():
             raise ConfigError(f"resume: got {resume!r}, expected 'auto', null or a checkpoint folder step_*")
         if newest is not None and (path is None or path.resolve() != newest.resolve()):
+            given = "null" if resume is None else repr(resume)
             raise ConfigError(
-                f"resume: got {resume!r}, but output_dir already holds {newest}, which this run would mix "
+                f"resume: got {given}, but output_dir already holds {newest}, which this run would mix "
                 "with its own; set resume=auto to continue from it, or another output_dir"
             )
         return path

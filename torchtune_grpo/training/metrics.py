@@ -27,6 +27,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 
 from torchtune_grpo.collectives import all_gather_objects
 from torchtune_grpo.config import instantiate
+from torchtune_grpo.training.progress import say
 from torchtune_grpo.types import Metrics
 
 _GIB = 2**30
@@ -123,7 +124,7 @@ class MetricLog:
         self._to_loggers(lambda logger: logger.log_dict(values, step=step))
         shown = [f"{name} {values[name]:.4g}" for name in self._console if name in values]
         if shown:
-            print(f"step {step} | " + " | ".join(shown), flush=True)
+            say(f"step {step} | " + " | ".join(shown))
 
     def log_table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Sample completions: whole to ``samples.jsonl`` and W&B, shortened to the console."""
@@ -131,8 +132,8 @@ class MetricLog:
             return
         for row in rows:
             _write_line(self._samples_file, {"step": step, **dict(zip(columns, row, strict=True))})
-            cells = (f"{column}: {_shorten(str(cell))}" for column, cell in zip(columns, row, strict=True))
-            print(f"sample at step {step} | " + " | ".join(cells), flush=True)
+            cells = (f"{column}: {_shorten(cell)}" for column, cell in zip(columns, row, strict=True))
+            say(f"sample at step {step} | " + " | ".join(cells))
         self._to_loggers(lambda logger: _log_wandb_table(logger, step, columns, rows))
 
     def close(self) -> None:
@@ -254,6 +255,6 @@ def _log_wandb_table(
     wandb.log({"samples": wandb.Table(columns=list(columns), data=cells), "global_step": step})
 
 
-def _shorten(text: str, limit: int = 160) -> str:
-    one_line = " ".join(text.split())
+def _shorten(cell: Any, limit: int = 160) -> str:
+    one_line = " ".join((f"{cell:.4g}" if isinstance(cell, float) else str(cell)).split())
     return one_line if len(one_line) <= limit else f"{one_line[: limit // 2]} ... {one_line[-limit // 2 :]}"

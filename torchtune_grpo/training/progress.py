@@ -10,6 +10,12 @@ from tqdm import tqdm
 T = TypeVar("T")
 
 
+def say(text: str) -> None:
+    """Prints a line on stdout without tearing the bars that are open."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
 def progress_bar(items: Iterable[T], description: str) -> Iterable[T]:
     """``items``, with a bar on rank 0's stderr that vanishes when done; silent where stderr is no terminal."""
     is_main = not dist.is_initialized() or dist.get_rank() == 0

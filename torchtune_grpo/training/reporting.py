@@ -13,6 +13,7 @@ from torchtune_grpo.data import Dataset, overlap
 from torchtune_grpo.evaluation import SAMPLE_COLUMNS, Evaluator
 from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.metrics import MetricLog, MetricSums, PhaseTimer, peak_memory_gib
+from torchtune_grpo.training.progress import say
 from torchtune_grpo.training.setup import TrainingConfig
 from torchtune_grpo.types import Metrics
 
@@ -38,6 +39,7 @@ class Reporter:
         self._timer = PhaseTimer(ranks.device)
         self._sums = MetricSums()
         self._tokens: dict[str, int] = {}
+        self._lr = 0.0
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._log = MetricLog(
             cfg.output_dir,
@@ -64,9 +66,12 @@ class Reporter:
         self._sums.add_all(metrics)
 
     def add_values(self, values: Mapping[str, float]) -> None:
-        """Numbers that are averaged over ranks and over the steps since the last ``log``."""
+        """Numbers averaged over ranks and over the updates since the last ``log``; of ``lr`` the last one stays."""
         for name, value in values.items():
-            self._sums.add(name, value, 1.0)
+            if name == "lr":
+                self._lr = value
+            else:
+                self._sums.add(name, value, 1.0)
 
     def log(self, step: int) -> None:
         """Reduces what was added since the last call and writes one line.
@@ -82,7 +87,7 @@ class Reporter:
                 self._sums.add(rate, self._tokens[phase], seconds / self._ranks.world_size)
         self._tokens.clear()
         self._sums.maximum("peak_memory_gib", peak_memory_gib(self._ranks.device))
-        self._log.log(step, self._sums.reduce())
+        self._log.log(step, {**self._sums.reduce(), "lr": self._lr})
 
     def evaluate(self, step: int, model: nn.Module) -> None:
         """Runs every evaluation task and writes its metrics as a line of their own. Collective: the evaluator's."""
@@ -123,4 +128,4 @@ def report_data(
         }
     (Path(cfg.output_dir) / "data.json").write_text(json.dumps(report, indent=1) + "\n")
     for name, entry in report.items():
-        print(f"data {name} | " + " | ".join(f"{key}: {value}" for key, value in entry.items()), flush=True)
+        say(f"data {name} | " + " | ".join(f"{key}: {value}" for key, value in entry.items()))

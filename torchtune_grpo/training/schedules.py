@@ -16,7 +16,7 @@ def linear_schedule_with_warmup(
     """
     if not 0 <= num_warmup_steps < num_training_steps:
         raise ConfigError(
-            f"num_warmup_steps: got {num_warmup_steps}, expected 0..{num_training_steps - 1} (total_steps)"
+            f"num_warmup_steps: got {num_warmup_steps}, expected fewer than total_steps ({num_training_steps})"
         )
 
     def factor(step: int) -> float:

@@ -12,6 +12,7 @@ from torchtune_grpo.config import ConfigError, instantiate, to_dict
 from torchtune_grpo.data import Tokenizer
 from torchtune_grpo.training.checkpoints import CheckpointManager, read_state
 from torchtune_grpo.training.distributed import Ranks
+from torchtune_grpo.training.progress import say
 from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_exporter
 
 MAY_CHANGE = frozenset(
@@ -48,7 +49,7 @@ class TrainState:
             check_resumed_config(read_state(resume_from)["config"], to_dict(cfg), resume_from)
         self._resume_from = resume_from
         torch.manual_seed(cfg.seed + ranks.rank)
-        self._cfg = cfg
+        self._cfg, self._is_main = cfg, ranks.is_main
         self.checkpoints = checkpoints
         self.model = build_policy(cfg, ranks)
         self._optimizer = instantiate(cfg.optimizer, params=list(self.model.parameters()))
@@ -61,13 +62,16 @@ class TrainState:
         nothing. Call it last in set-up: it restores the random state. Collective."""
         if self._resume_from is None:
             return 0, {}
-        return self.checkpoints.load(
+        step, extra = self.checkpoints.load(
             self._resume_from, model=self.model, optimizer=self._optimizer, scheduler=self._scheduler
         )
+        if self._is_main:
+            say(f"resuming from {self._resume_from} | step {step} of {self._cfg.total_steps}")
+        return step, extra
 
     def save(self, step: int, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Writes the checkpoint of ``step``; ``extra`` and ``metrics`` as in ``CheckpointManager.save``. Collective."""
-        self.checkpoints.save(
+        path = self.checkpoints.save(
             step,
             model=self.model,
             optimizer=self._optimizer,
@@ -77,6 +81,8 @@ class TrainState:
             config=to_dict(self._cfg),
             export=self._export,
         )
+        if self._is_main:
+            say(f"step {step} | checkpoint {path}")
 
 
 def check_resumed_config(saved: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:

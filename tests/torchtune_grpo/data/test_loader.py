@@ -133,11 +133,19 @@ def test_ranks_share_out_the_batch_that_one_rank_would_take(make):
         assert dealt == alone.batch(step).lengths.tolist()
 
 
+def test_sampling_seeds_do_not_depend_on_the_number_of_ranks():
+    alone = prompt_loader([4] * 8, batch_size=4, seed=9)
+    ranks = [prompt_loader([4] * 8, batch_size=2, rank=rank, world_size=2, seed=9) for rank in range(2)]
+    for step in range(4):
+        seeds = [seed for loader in ranks for seed in loader.batch(step).seeds.tolist()]
+        assert seeds == alone.batch(step).seeds.tolist()
+
+
 def test_prompt_loader_seeds_differ_between_steps_ranks_and_places():
     loaders = [prompt_loader([4] * 8, rank=rank, world_size=2, seed=9) for rank in range(2)]
     seeds = torch.stack([loader.batch(step).seeds for loader in loaders for step in range(3)])
     assert seeds.unique().numel() == 12
-    assert seeds[3 + 2].tolist() == [mix_seed(9, 2, 1, 0), mix_seed(9, 2, 1, 1)]  # rank 1, step 2
+    assert seeds[3 + 2].tolist() == [mix_seed(9, 2, 2), mix_seed(9, 2, 3)]  # step 2, places 2 and 3 of the global batch
 
 
 def test_prompt_loader_drops_and_counts_prompts_beyond_the_limit():
@@ -150,9 +158,9 @@ def test_prompt_loader_drops_and_counts_prompts_beyond_the_limit():
 
 @pytest.mark.parametrize("make", [prompt_loader, sft_loader])
 def test_loader_refuses_fewer_rows_than_one_batch_on_every_rank(make):
-    with pytest.raises(ConfigError, match="3 usable rows.*batch_size"):
+    with pytest.raises(ConfigError, match="3 rows are usable, expected at least the 4.*prompts_per_step"):
         make([1, 2, 3], batch_size=2, world_size=2)
-    with pytest.raises(ConfigError, match="1 usable rows"):
+    with pytest.raises(ConfigError, match="1 rows are usable"):
         make([1, 99], batch_size=2)
     make([1, 2, 3, 4], batch_size=2, world_size=2)
 
