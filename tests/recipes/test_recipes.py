@@ -92,7 +92,7 @@ def test_grpo_first_update_is_on_policy(chain: Path) -> None:
 
 def test_grpo_writes_samples_events_and_offline_wandb(chain: Path) -> None:
     samples = read_metrics(chain / "grpo/samples.jsonl")
-    assert {"step", "source", "completion", "answer", "reward", "success"} == set(samples[0])
+    assert {"step", "source", "prompt", "completion", "answer", "reward", "success"} == set(samples[0])
     assert list((chain / "tensorboard").rglob("events.out.tfevents.*"))
     assert list(chain.rglob("offline-run-*"))
 
@@ -103,6 +103,15 @@ def test_evaluation_reports_each_row_once_with_errors(chain: Path) -> None:
     assert {"eval/sampled/pass@8", "eval/sampled/maj@8_stderr", "eval/sampled/avg@8"} <= set(metrics)
     rows = [json.loads(line)["row"] for line in (chain / "evaluate/sampled.jsonl").read_text().splitlines()]
     assert rows == list(range(7))
+
+
+def test_grpo_does_not_depend_on_the_number_of_ranks(chain: Path) -> None:
+    config = small_config("grpo", chain / "alone", weights=str(chain / "sft_warmup"))
+    run_ok("grpo_full_finetune", config, ranks=1)
+    alone, two = (read_metrics(chain / name / "metrics.jsonl") for name in ("alone/grpo", "grpo"))
+    for one, other in zip(alone, two, strict=True):
+        for name in {"reward", "loss", "grad_norm", "response_length", "zero_variance", "kl_old"} & set(one):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (one["step"], name)
 
 
 def test_evaluation_does_not_depend_on_the_number_of_ranks(chain: Path) -> None:
