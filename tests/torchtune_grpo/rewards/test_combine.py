@@ -23,7 +23,7 @@ def score(reward, rows=2):
     )
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=0, atol=1e-7, equal_nan=True)
 
@@ -31,30 +31,30 @@ def close(actual, expected):
 def test_reward_sum_weighs_its_parts():
     fns = {"format": returns(1, 0), "answer": returns(0.0, 1.0)}
     rewards = score(RewardSum(fns=fns, weights={"answer": 1.0, "format": 0.25}, verifier="answer"))
-    close(rewards.total, [0.25, 1.0])
-    close(rewards.parts["format"], [1.0, 0.0])
-    close(rewards.success, [0.0, 1.0])
+    assert_close(rewards.total, [0.25, 1.0])
+    assert_close(rewards.parts["format"], [1.0, 0.0])
+    assert_close(rewards.success, [0.0, 1.0])
 
 
 def test_reward_sum_success_is_a_positive_verifier():
     fns = {"answer": returns(-1.0, 0.5, 0.0, None)}
-    close(score(RewardSum(fns=fns, weights={"answer": 2.0}, verifier="answer"), 4).success, [0.0, 1.0, 0.0, NAN])
+    assert_close(score(RewardSum(fns=fns, weights={"answer": 2.0}, verifier="answer"), 4).success, [0.0, 1.0, 0.0, NAN])
 
 
 @pytest.mark.parametrize("missing", [None, NAN])
 def test_reward_sum_leaves_out_only_the_row_that_cannot_be_judged(missing):
     fns = {"format": returns(1.0, missing), "answer": returns(1.0, 1.0)}
     rewards = score(RewardSum(fns=fns, weights={"answer": 1.0, "format": 0.5}, verifier="answer"))
-    close(rewards.total, [1.5, NAN])
-    close(rewards.parts["format"], [1.0, NAN])
-    close(rewards.success, [1.0, 1.0])
+    assert_close(rewards.total, [1.5, NAN])
+    assert_close(rewards.parts["format"], [1.0, NAN])
+    assert_close(rewards.success, [1.0, 1.0])
 
 
 def test_reward_sum_logs_a_weight_0_part_without_a_say():
     fns = {"seen": returns(None, 7.0), "answer": returns(1.0, 0.0)}
     rewards = score(RewardSum(fns=fns, weights={"answer": 1.0, "seen": 0.0}, verifier="answer"))
-    close(rewards.total, [1.0, 0.0])
-    close(rewards.parts["seen"], [NAN, 7.0])
+    assert_close(rewards.total, [1.0, 0.0])
+    assert_close(rewards.parts["seen"], [NAN, 7.0])
 
 
 def test_reward_sum_gives_each_judge_what_it_names():
@@ -66,8 +66,8 @@ def test_reward_sum_gives_each_judge_what_it_names():
 
     fns = {"length": by_length, "all": by_all}
     rewards = score(RewardSum(fns=fns, weights={"length": 1.0, "all": 1.0}, verifier="all"))
-    close(rewards.parts["length"], [0.0, 1.0])
-    close(rewards.parts["all"], [3.0, 3.0])
+    assert_close(rewards.parts["length"], [0.0, 1.0])
+    assert_close(rewards.parts["all"], [3.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -122,5 +122,5 @@ def test_reward_sum_is_built_from_a_config():
         truncated=[False, True],
         source=["s", "s"],
     )
-    close(rewards.total, [1.5 - 0.05, -0.1])
-    close(rewards.success, [1.0, 0.0])
+    assert_close(rewards.total, [1.5 - 0.05, -0.1])
+    assert_close(rewards.success, [1.0, 0.0])

@@ -55,7 +55,7 @@ def _alive(group: int) -> bool:
     return True
 
 
-def _wait_until_gone(group: int) -> None:
+def assert_gone(group: int) -> None:
     deadline = time.monotonic() + 30
     while _alive(group):
         assert time.monotonic() < deadline, "the helper outlived its parent"
@@ -72,7 +72,7 @@ def test_helper_dies_with_a_killed_parent():
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
         group = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
-    _wait_until_gone(group)
+    assert_gone(group)
 
 
 def test_helper_is_replaced_after_it_was_killed():
@@ -89,7 +89,7 @@ def test_helper_is_replaced_after_it_was_killed():
         "print(judge._judge._process.pid)\n"
     )
     group = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout)
-    _wait_until_gone(group)
+    assert_gone(group)
 
 
 def test_forked_process_starts_a_helper_of_its_own():
