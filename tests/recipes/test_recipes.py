@@ -107,7 +107,8 @@ def test_evaluation_reports_each_row_once_with_errors(chain: Path) -> None:
 
 def test_grpo_does_not_depend_on_the_number_of_ranks(chain: Path) -> None:
     config = small_config("grpo", chain / "alone", weights=str(chain / "sft_warmup"))
-    run_ok("grpo_full_finetune", config, ranks=1)
+    said = run_ok("grpo_full_finetune", config, ranks=1)
+    assert f"weights from {chain / 'sft_warmup/checkpoints/step_00000004/hf'}" in said
     alone, two = (read_metrics(chain / name / "metrics.jsonl") for name in ("alone/grpo", "grpo"))
     for one, other in zip(alone, two, strict=True):
         for name in {"reward", "loss", "grad_norm", "response_length", "zero_variance", "kl_old"} & set(one):
@@ -161,7 +162,8 @@ def test_killed_grpo_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not (checkpoints / "step_00000004").exists()
-    run_ok("grpo_full_finetune", killed)
+    resumed = run_ok("grpo_full_finetune", killed)
+    assert f"resuming from {checkpoints}/step_0000000" in resumed
     assert without_clocks(tmp_path / "killed/grpo") == without_clocks(tmp_path / "whole/grpo")
     folders = [tmp_path / name / "grpo/checkpoints/step_00000004/hf/model.safetensors" for name in ("whole", "killed")]
     expected, got = (load_file(path) for path in folders)

@@ -10,7 +10,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config import ConfigError, instantiate, to_dict
 from torchtune_grpo.data import Tokenizer
-from torchtune_grpo.training.checkpoints import CheckpointManager, read_state
+from torchtune_grpo.training.checkpoints import CheckpointManager, read_state, resolve_weights
 from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.progress import say
 from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_exporter
@@ -48,6 +48,8 @@ class TrainState:
         if resume_from is not None:
             check_resumed_config(read_state(resume_from)["config"], to_dict(cfg), resume_from)
         self._resume_from = resume_from
+        if ranks.is_main and cfg.weights is not None:
+            say(f"weights from {resolve_weights(cfg.weights)}")  # which of a run's checkpoints it is
         torch.manual_seed(cfg.seed + ranks.rank)
         self._cfg, self._is_main = cfg, ranks.is_main
         self.checkpoints = checkpoints
