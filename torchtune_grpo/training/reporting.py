@@ -52,9 +52,9 @@ class Reporter:
         if ranks.is_main:
             (Path(cfg.output_dir) / "config.yaml").write_text(to_yaml(cfg))
 
-    def phase(self, name: str, tokens: int | None = None) -> AbstractContextManager[None]:
+    def phase(self, name: str, tokens: int = 0) -> AbstractContextManager[None]:
         """Times a phase of the step; ``tokens`` local tokens that it works on give its tokens per second."""
-        self._tokens[name] = self._tokens.get(name, 0) + (tokens or 0)
+        self.count_tokens(name, tokens)
         return self._timer(name)
 
     def count_tokens(self, phase: str, tokens: int) -> None:
