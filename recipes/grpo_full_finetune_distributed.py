@@ -193,7 +193,7 @@ class GRPORecipe:
     def _update(self, trajectory: Trajectory) -> None:
         """One optimizer step. The gradient depends neither on the ranks nor on how rows fall into micro-batches."""
         trajectory = normalize(trajectory, self._token_weights, world_size_for_averaging=self.ranks.world_size)
-        micro_batches = split_in_step(trajectory, self.cfg.max_tokens_per_micro_batch)
+        micro_batches = split_in_step(trajectory, self._logprobs_fn, self.cfg.max_tokens_per_micro_batch)
         for i, micro in enumerate(progress_bar(micro_batches, "update")):
             set_gradient_sync(self._state.model, i == len(micro_batches) - 1)
             logprobs = self._logprobs_fn(self._state.model, micro.rollout)

@@ -13,6 +13,7 @@ With ``max_rounds`` 1 and rounds of ``num_groups`` groups the rollout comes back
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -83,11 +84,12 @@ class InformativeGroups:
 def concat_rollouts(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
     """One rollout with the rows of all, padded to the widest prompt (left) and completion (right).
 
-    Positions go on counting through the padding on the right, and are 0 on the left.
+    Positions go on counting through the padding on the right, and are 0 on the left. Groups are numbered on.
     """
     prompt_width = max(rollout.prompt_width for rollout in rollouts)
     response_width = max(rollout.response_mask.shape[1] for rollout in rollouts)
     padded = [_widen(rollout, prompt_width, response_width, pad_id) for rollout in rollouts]
+    first_group = accumulate((len(rollout) // rollout.group_size for rollout in rollouts), initial=0)
     return replace(
         padded[0],
         tokens=torch.cat([rollout.tokens for rollout in padded]),
@@ -95,6 +97,7 @@ def concat_rollouts(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
         response_mask=torch.cat([rollout.response_mask for rollout in padded]),
         old_logprobs=torch.cat([rollout.old_logprobs for rollout in padded]),
         truncated=torch.cat([rollout.truncated for rollout in padded]),
+        groups=torch.cat([rollout.groups + first for rollout, first in zip(rollouts, first_group, strict=False)]),
         answers=[answer for rollout in padded for answer in rollout.answers],
         source=[source for rollout in padded for source in rollout.source],
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.layout import shift_left
+from torchtune_grpo.microbatches import plan_whole_groups
 from torchtune_grpo.models.internals import unembed_swapped
 from torchtune_grpo.types import Rollout
 
@@ -46,6 +47,10 @@ class DenseLogprobs:
 
     temperature: float = 1.0
     head: TargetHead = field(default_factory=FullSoftmaxHead)
+
+    def plan(self, rollout: Rollout, max_tokens: int) -> list[Tensor]:
+        """Padded whole groups, see ``plan_whole_groups``."""
+        return plan_whole_groups(rollout, max_tokens)
 
     def __call__(self, model: TransformerDecoder, rollout: Rollout) -> Tensor:
         mask = rollout.response_mask

@@ -1,7 +1,7 @@
 """Cutting a rollout or trajectory into parts: mini-batches (one optimizer step each), then micro-batches.
 
-Parts are whole groups, so that siblings can share their prompt, and every micro-batch is cropped to its own
-longest prompt and completion. Since ``token_weights`` hold the normalisation, how rows are cut has no effect
+Which rows make a micro-batch is for the ``LogprobsFn`` to plan, and every micro-batch is cropped to its own longest
+prompt and completion. Since ``token_weights`` hold the normalisation, how rows are cut has no effect
 on the gradient.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtune_grpo.collectives import all_reduce
 from torchtune_grpo.config import ConfigError
-from torchtune_grpo.types import Rollout, Trajectory
+from torchtune_grpo.types import LogprobsFn, Rollout, Trajectory
 
 
 def minibatches(trajectory: Trajectory, n: int) -> list[Trajectory]:
@@ -29,23 +29,18 @@ def minibatches(trajectory: Trajectory, n: int) -> list[Trajectory]:
     return [trajectory.rows(rows) for rows in torch.arange(len(trajectory)).view(n, -1)]
 
 
-def split(trajectory: Trajectory, max_tokens: int) -> list[Trajectory]:
-    """Micro-batches of whole groups within ``max_tokens`` (see ``plan``), cropped. No collective."""
-    return [crop(trajectory.rows(rows)) for rows in plan(trajectory.rollout, max_tokens)]
+def split_in_step(trajectory: Trajectory, logprobs_fn: LogprobsFn, max_tokens: int) -> list[Trajectory]:
+    """Micro-batches as ``logprobs_fn`` plans them, cropped; equally many on every rank, so that backwards pair up.
 
-
-def split_in_step(trajectory: Trajectory, max_tokens: int) -> list[Trajectory]:
-    """``split`` with the same number of micro-batches on every rank, so that forwards and backwards pair up.
-
-    A rank with fewer repeats its smallest micro-batch with ``token_weights`` 0: no gradient, no metrics.
+    A rank with fewer repeats its last micro-batch with ``token_weights`` 0: no gradient, no metrics.
     Collectives: one all_reduce.
     """
-    parts = split(trajectory, max_tokens)
+    parts = [crop(trajectory.rows(rows)) for rows in logprobs_fn.plan(trajectory.rollout, max_tokens)]
     idle = replace(parts[-1], token_weights=torch.zeros_like(parts[-1].token_weights))
     return parts + [idle] * (_most_on_any_rank(len(parts)) - len(parts))
 
 
-def plan(rollout: Rollout, max_tokens: int) -> list[Tensor]:
+def plan_whole_groups(rollout: Rollout, max_tokens: int) -> list[Tensor]:
     """Row indices, int64 on CPU, of micro-batches of whole groups; each row stands in exactly one of them.
 
     A micro-batch costs rows * (its longest real prompt + its longest real completion) <= ``max_tokens``. A
@@ -60,19 +55,19 @@ def plan(rollout: Rollout, max_tokens: int) -> list[Tensor]:
     return [(torch.tensor(part).unsqueeze(1) * size + siblings).flatten() for part in parts]
 
 
-def plan_in_step(rollout: Rollout, max_tokens: int) -> list[Tensor]:
-    """``plan`` with the same number of parts on every rank: a rank with fewer repeats its last one.
+def plan_in_step(rollout: Rollout, logprobs_fn: LogprobsFn, max_tokens: int) -> list[Tensor]:
+    """``logprobs_fn.plan`` with the same number of parts on every rank: a rank with fewer repeats its last one.
 
     Collectives: one all_reduce.
     """
-    parts = plan(rollout, max_tokens)
+    parts = logprobs_fn.plan(rollout, max_tokens)
     return parts + parts[-1:] * (_most_on_any_rank(len(parts)) - len(parts))
 
 
 def plan_lengths_in_step(lengths: Tensor, max_tokens: int) -> list[tuple[Tensor, float]]:
     """Micro-batches of independent rows of ``lengths [n]`` tokens, each as its row indices and a weight.
 
-    Costs and order as in ``plan``; the same number on every rank, where a rank with fewer repeats its last
+    Costs and order as in ``plan_whole_groups``; the same number on every rank, where a rank with fewer repeats its last
     one with weight 0 (all others have weight 1). Collectives: one all_reduce.
     """
     parts = _plan_groups(lengths.tolist(), [0] * len(lengths), 1, max_tokens)

@@ -60,14 +60,14 @@ def score(model: nn.Module, rollout: Rollout, logprobs_fn: LogprobsFn, *, max_to
     """Log-probabilities of the rollout's tokens under ``model``, fp32 ``[N, R]``, 0 outside the response mask.
 
     Without gradient, in eval mode (the mode is restored, the parameters sharded again), in micro-batches of at most
-    ``max_tokens`` (``plan``). Serves old and reference log-probabilities.
+    ``max_tokens`` (``logprobs_fn.plan``). Serves old and reference log-probabilities.
 
     Collectives: one all_reduce; then equally many forwards on every rank, with those that ``logprobs_fn`` and a
     sharded model make.
     """
     result = torch.zeros_like(rollout.old_logprobs)
     with evaluation_mode(model):
-        for rows in plan_in_step(rollout, max_tokens):
+        for rows in plan_in_step(rollout, logprobs_fn, max_tokens):
             part = crop_rollout(rollout.rows(rows))
             width = part.response_mask.shape[1]
             result[rows.to(result.device), :width] = logprobs_fn(model, part)

@@ -48,6 +48,9 @@ class Rollout:
     ``response_mask [N, R]`` bool: True = sampled and trained, stop token included; one contiguous run from 0.
     ``old_logprobs [N, R]`` fp32: of the sampled tokens, at the sampling temperature.
     ``truncated [N]`` bool: True = the length limit ended the completion, not a stop token.
+    ``groups [N]`` int64: the number of each row's prompt in this rollout; rows of one number are siblings, stand
+    next to each other and share their prompt's tokens. A rollout holds whole groups of ``group_size``; a micro-batch
+    cut from it may hold a part of one.
     """
 
     tokens: Tensor
@@ -55,6 +58,7 @@ class Rollout:
     response_mask: Tensor
     old_logprobs: Tensor
     truncated: Tensor
+    groups: Tensor
     answers: Sequence[str]
     source: Sequence[str]
     group_size: int
@@ -83,7 +87,7 @@ class Rollout:
         return self.tokens[:, self.prompt_width :]
 
     def rows(self, index: Tensor) -> "Rollout":
-        """The rows named by int64 ``index [n]``; whole groups only, siblings still contiguous."""
+        """The rows named by int64 ``index [n]``, siblings still contiguous."""
         chosen = index.tolist()
         index = index.to(self.tokens.device)
         return replace(
@@ -93,6 +97,7 @@ class Rollout:
             response_mask=self.response_mask[index],
             old_logprobs=self.old_logprobs[index],
             truncated=self.truncated[index],
+            groups=self.groups[index],
             answers=[self.answers[i] for i in chosen],
             source=[self.source[i] for i in chosen],
         )
@@ -131,7 +136,7 @@ class Trajectory:
         return len(self.rollout)
 
     def rows(self, index: Tensor) -> "Trajectory":
-        """The rows named by int64 ``index [n]``; whole groups only."""
+        """The rows named by int64 ``index [n]``, siblings still contiguous."""
         device_index = index.to(self.advantages.device)
         return replace(
             self,
@@ -179,7 +184,14 @@ class AdvantageFn(Protocol):
 
 
 class LogprobsFn(Protocol):
-    """Log-probabilities of the sampled tokens ``[N, R]`` fp32, differentiable, 0 outside the response mask."""
+    """Log-probabilities of the sampled tokens ``[N, R]`` fp32, differentiable, 0 outside the response mask.
+
+    It also plans the micro-batches that it is given, since it alone knows what a row costs beside others: ``plan``
+    returns row indices, int64 on CPU, of parts that each cost at most ``max_tokens`` tokens; every row stands in
+    exactly one part, siblings of a part next to each other. Local; no collective.
+    """
+
+    def plan(self, rollout: Rollout, max_tokens: int) -> list[Tensor]: ...
 
     def __call__(self, model: nn.Module, rollout: Rollout) -> Tensor: ...
 

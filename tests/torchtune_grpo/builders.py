@@ -1,10 +1,11 @@
 """Small rollouts and a toy policy for the tests of the step's arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from torchtune_grpo.microbatches import plan_whole_groups
 from torchtune_grpo.types import Rewards, Rollout, Trajectory
 
 VOCAB = 11
@@ -33,6 +34,7 @@ def make_rollout(
         response_mask=mask,
         old_logprobs=torch.full(mask.shape, -2.0).masked_fill(~mask, 0.0),
         truncated=torch.zeros(n, dtype=torch.bool),
+        groups=torch.arange(n) // group_size,
         answers=[str(row) for row in range(n)],
         source=[f"s{row}" for row in range(n)],
         group_size=group_size,
@@ -71,7 +73,20 @@ class BigramPolicy(nn.Module):
         self.weight = nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator, dtype=dtype))
 
 
-def bigram_logprobs(model: nn.Module, rollout: Rollout) -> Tensor:
-    logits = model.weight[rollout.tokens[:, rollout.prompt_width - 1 : -1]]
-    logprobs = logits.log_softmax(dim=-1).gather(2, rollout.responses.unsqueeze(2)).squeeze(2)
-    return logprobs.masked_fill(~rollout.response_mask, 0.0)
+class BigramLogprobs:
+    """A ``LogprobsFn`` for ``BigramPolicy``; shows every micro-batch it is given to ``watch`` first."""
+
+    def __init__(self, watch: Callable[[nn.Module, Rollout], object] = lambda model, rollout: None) -> None:
+        self._watch = watch
+
+    def plan(self, rollout: Rollout, max_tokens: int) -> list[Tensor]:
+        return plan_whole_groups(rollout, max_tokens)
+
+    def __call__(self, model: nn.Module, rollout: Rollout) -> Tensor:
+        self._watch(model, rollout)
+        logits = model.weight[rollout.tokens[:, rollout.prompt_width - 1 : -1]]
+        logprobs = logits.log_softmax(dim=-1).gather(2, rollout.responses.unsqueeze(2)).squeeze(2)
+        return logprobs.masked_fill(~rollout.response_mask, 0.0)
+
+
+bigram_logprobs = BigramLogprobs()

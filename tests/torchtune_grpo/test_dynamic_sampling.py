@@ -110,6 +110,7 @@ def test_concat_rollouts_pads_prompts_left_and_completions_right() -> None:
     assert both.prompt_lengths.tolist() == [2, 1, 4, 3]
     assert both.response_lengths.tolist() == [2, 1, 3, 5]
     assert both.answers == ["0", "1", "0", "1"]
+    assert both.groups.tolist() == [0, 1, 2, 3]
     assert len(both.truncated) == len(both.source) == 4
     model = BigramPolicy()
     assert torch.equal(bigram_logprobs(model, both)[:2, :2], bigram_logprobs(model, narrow))

@@ -213,6 +213,7 @@ class _Scripted:
             response_mask=mask,
             old_logprobs=torch.zeros(mask.shape),
             truncated=torch.zeros(len(ids), dtype=torch.bool),
+            groups=torch.arange(len(ids)) // 2,
             answers=[a for a in batch.answers for _ in range(2)],
             source=[s for s in batch.source for _ in range(2)],
             group_size=2,

@@ -43,7 +43,9 @@ def _gradients_on_rank(rank: int) -> list[torch.Tensor]:
     mine = _trajectory().rows(torch.tensor(RANK_ROWS[rank]))
     weighted = [normalize(mine, normalizer, world_size_for_averaging=2) for normalizer in NORMALIZERS]
     return [
-        _gradient(split_in_step(trajectory, max_tokens=12), loss_fn) for trajectory in weighted for loss_fn in LOSSES
+        _gradient(split_in_step(trajectory, bigram_logprobs, max_tokens=12), loss_fn)
+        for trajectory in weighted
+        for loss_fn in LOSSES
     ]
 
 
@@ -53,7 +55,7 @@ def _gradients_on_rank(rank: int) -> list[torch.Tensor]:
 def test_gradient_does_not_depend_on_micro_batches(rows: int | str, normalizer, loss_fn) -> None:
     trajectory = normalize(_trajectory(), normalizer, world_size_for_averaging=1)
     if rows == "budget":
-        parts = split_in_step(trajectory, max_tokens=20)
+        parts = split_in_step(trajectory, bigram_logprobs, max_tokens=20)
     else:
         parts = [crop(trajectory.rows(index)) for index in torch.arange(8).split(rows)]
     whole = _gradient([trajectory], loss_fn)

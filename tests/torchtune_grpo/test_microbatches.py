@@ -5,17 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.torchtune_grpo.builders import BigramPolicy, bigram_logprobs, make_rollout, make_trajectory
+from tests.torchtune_grpo.builders import BigramLogprobs, BigramPolicy, bigram_logprobs, make_rollout, make_trajectory
 from tests.torchtune_grpo.distributed_helpers import run_ranks
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.microbatches import (
     crop,
     crop_rollout,
     minibatches,
-    plan,
     plan_in_step,
     plan_lengths_in_step,
-    split,
+    plan_whole_groups,
     split_in_step,
 )
 from torchtune_grpo.types import Trajectory
@@ -28,7 +27,7 @@ def _trajectory(responses: list[int], prompts: list[int], group_size: int, extra
 
 def _plan(responses: list[int], prompts: list[int], group_size: int, max_tokens: int) -> list[list[int]]:
     rollout = make_rollout(responses, prompt_lengths=prompts, group_size=group_size, extra=2)
-    return [rows.tolist() for rows in plan(rollout, max_tokens)]
+    return [rows.tolist() for rows in plan_whole_groups(rollout, max_tokens)]
 
 
 def test_crop_removes_only_padding() -> None:
@@ -90,8 +89,8 @@ def test_plan_refuses_no_budget() -> None:
         _plan([1], [1], 1, 0)
 
 
-def test_split_returns_cropped_parts() -> None:
-    parts = split(_trajectory([4, 1, 2], [1, 2, 2], group_size=1), max_tokens=8)
+def test_split_in_step_crops_the_parts() -> None:
+    parts = split_in_step(_trajectory([4, 1, 2], [1, 2, 2], group_size=1), bigram_logprobs, max_tokens=8)
     assert [part.rollout.answers for part in parts] == [["0"], ["2", "1"]]
     assert [tuple(part.rollout.tokens.shape) for part in parts] == [(1, 5), (2, 4)]
     assert parts[1].advantages.tolist() == [[2, 2], [1, 0]]
@@ -100,8 +99,8 @@ def test_split_returns_cropped_parts() -> None:
 def _parts_on_rank(rank: int) -> tuple[list[float], list[list[int]], list[tuple[list[int], float]]]:
     responses = [[1, 1], [3, 3, 3]][rank]
     trajectory = _trajectory(responses, [1] * len(responses), group_size=1)
-    weights = [part.token_weights.sum().item() for part in split_in_step(trajectory, max_tokens=4)]
-    planned = [rows.tolist() for rows in plan_in_step(trajectory.rollout, max_tokens=4)]
+    weights = [part.token_weights.sum().item() for part in split_in_step(trajectory, bigram_logprobs, max_tokens=4)]
+    planned = [rows.tolist() for rows in plan_in_step(trajectory.rollout, bigram_logprobs, max_tokens=4)]
     lengths = torch.tensor([[2, 4], [1, 3, 3]][rank])
     return weights, planned, [(rows.tolist(), w) for rows, w in plan_lengths_in_step(lengths, [8, 5][rank])]
 
@@ -116,9 +115,14 @@ def test_split_in_step_pads_the_rank_with_fewer_parts() -> None:
     assert many_rows == [([1], 1.0), ([2], 1.0), ([0], 1.0)]
 
 
-def test_split_in_step_alone_is_split() -> None:
-    trajectory = _trajectory([3, 3, 3], [1, 1, 1], group_size=1)
-    assert [len(part) for part in split_in_step(trajectory, max_tokens=8)] == [2, 1]
+def test_split_in_step_follows_the_plan_of_the_logprobs_function() -> None:
+    class RowByRow(BigramLogprobs):
+        def plan(self, rollout, max_tokens):
+            return list(torch.arange(len(rollout)).flip(0).split(1))
+
+    parts = split_in_step(_trajectory([1] * 4, [1] * 4, group_size=2), RowByRow(), max_tokens=100)
+    assert [part.rollout.answers for part in parts] == [["3"], ["2"], ["1"], ["0"]]
+    assert [part.rollout.groups.tolist() for part in parts] == [[1], [1], [0], [0]]
 
 
 def test_minibatches_are_equal_parts_of_whole_groups() -> None:

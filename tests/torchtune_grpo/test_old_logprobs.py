@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.torchtune_grpo.builders import BigramPolicy, bigram_logprobs, make_rollout
+from tests.torchtune_grpo.builders import BigramLogprobs, BigramPolicy, bigram_logprobs, make_rollout
 from tests.torchtune_grpo.distributed_helpers import run_ranks
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.old_logprobs import RecomputedLogprobs, SampledLogprobs, score
@@ -62,10 +62,10 @@ def test_score_does_not_depend_on_micro_batches(max_tokens: int) -> None:
 def test_score_is_in_eval_mode_without_gradient_and_within_budget() -> None:
     seen = []
 
-    def spy(model: nn.Module, rollout: Rollout) -> Tensor:
+    def watch(model: nn.Module, rollout: Rollout) -> None:
         seen.append((model.training, torch.is_grad_enabled(), rollout.tokens.numel()))
-        return bigram_logprobs(model, rollout)
 
+    spy = BigramLogprobs(watch)
     model = BigramPolicy(dtype=torch.float32)
     score(model, _rollout(), spy, max_tokens=14)
     assert len(seen) > 1
@@ -76,24 +76,19 @@ def test_score_is_in_eval_mode_without_gradient_and_within_budget() -> None:
 
 
 def test_score_restores_the_mode_after_an_error() -> None:
-    def fails(model: nn.Module, rollout: Rollout) -> Tensor:
+    def fails(model: nn.Module, rollout: Rollout) -> None:
         raise RuntimeError("no memory")
 
     model = BigramPolicy(dtype=torch.float32)
     with pytest.raises(RuntimeError, match="no memory"):
-        score(model, _rollout(), fails, max_tokens=8)
+        score(model, _rollout(), BigramLogprobs(fails), max_tokens=8)
     assert model.training
 
 
 def _forwards_on_rank(rank: int) -> tuple[int, bool]:
     rollout = _rollout() if rank else make_rollout([1])
     model, calls = BigramPolicy(dtype=torch.float32), []
-
-    def counted(model: nn.Module, part: Rollout) -> Tensor:
-        calls.append(1)
-        return bigram_logprobs(model, part)
-
-    scored = score(model, rollout, counted, max_tokens=6)
+    scored = score(model, rollout, BigramLogprobs(lambda model, part: calls.append(1)), max_tokens=6)
     return len(calls), torch.equal(scored, bigram_logprobs(model, rollout))
 
 

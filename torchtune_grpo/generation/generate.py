@@ -142,12 +142,14 @@ class Generate:
         prompts = batch.tokens.to(tokens.device).repeat_interleave(self.group_size, dim=0)
         padding = (prompt_width - batch.lengths.to(tokens.device)).repeat_interleave(self.group_size, dim=0)
         positions = torch.arange(prompt_width + width, device=tokens.device) - padding[:, None]
+        groups = torch.arange(len(batch), device=tokens.device).repeat_interleave(self.group_size)
         return Rollout(
             tokens=torch.cat([prompts, tokens[:, :width]], dim=1),
             positions=positions.clamp(min=0),
             response_mask=_key_mask(width, lengths),
             old_logprobs=logprobs[:, :width],
             truncated=truncated,
+            groups=groups,
             answers=[a for a in batch.answers for _ in range(self.group_size)],
             source=[s for s in batch.source for _ in range(self.group_size)],
             group_size=self.group_size,
