@@ -88,7 +88,7 @@ class GRPORecipe:
         self._tokenizer, self._prompt = instantiate(cfg.tokenizer), instantiate(cfg.prompt)
         self._setup_algorithm()
         self._setup_data()
-        longest = max(cfg.max_prompt_tokens + self._generate.max_new_tokens, self._evaluator.longest)
+        longest = max(self._generate.longest(cfg.max_prompt_tokens), self._evaluator.longest)
         check_model(cfg, self._tokenizer, longest)
         self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from)
         needs_reference = self._advantage_fn.needs_reference or self._loss_fn.needs_reference

@@ -100,6 +100,7 @@ def concat_rollouts(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
         groups=torch.cat([rollout.groups + first for rollout, first in zip(rollouts, first_group, strict=False)]),
         answers=[answer for rollout in padded for answer in rollout.answers],
         source=[source for rollout in padded for source in rollout.source],
+        cache_bytes=max(rollout.cache_bytes for rollout in padded),
     )
 
 

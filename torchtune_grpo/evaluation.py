@@ -107,7 +107,7 @@ class Evaluator:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and completion that any task allows; 0 without tasks."""
-        return max((t.max_prompt_tokens + t.generate.max_new_tokens for t in self.tasks.values()), default=0)
+        return max((t.generate.longest(t.max_prompt_tokens) for t in self.tasks.values()), default=0)
 
     def num_rows(self, name: str) -> int:
         """Questions of a task, over all ranks."""

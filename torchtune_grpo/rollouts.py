@@ -41,7 +41,7 @@ def score_rollout(rollout: Rollout, tokenizer: Tokenizer, score: ScoreFn) -> tup
 
 
 def rollout_metrics(rollout: Rollout, rewards: Rewards) -> Metrics:
-    """Rewards, success, lengths, truncated share and entropy, as local (sum, count) pairs.
+    """Rewards, success, lengths, truncated share, the KV cache's peak and entropy, as local (sum, count) pairs.
 
     ``entropy`` is the Monte Carlo estimate -mean(log pi(token)) over sampled tokens, in nats a token: unbiased, since
     tokens come from pi itself, and free.
@@ -55,6 +55,7 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards) -> Metrics:
         "response_length": (tokens, rows),
         "prompt_length": (rollout.prompt_lengths.sum().cpu(), rows),
         "truncated": (rollout.truncated.sum().cpu(), rows),
+        "rollout_cache_gib": (torch.tensor(rollout.cache_bytes / 2**30), torch.tensor(1.0)),
         "entropy": (-rollout.old_logprobs.sum().cpu(), tokens),
     }
     metrics |= {f"reward/{name}": _judged(part) for name, part in rewards.parts.items()}

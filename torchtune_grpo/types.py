@@ -38,6 +38,18 @@ class PromptBatch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    def rows(self, start: int, end: int) -> "PromptBatch":
+        """The prompts from ``start`` up to ``end``."""
+        part = slice(start, end)
+        return replace(
+            self,
+            tokens=self.tokens[part],
+            lengths=self.lengths[part],
+            seeds=self.seeds[part],
+            answers=self.answers[part],
+            source=self.source[part],
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
@@ -51,6 +63,7 @@ class Rollout:
     ``groups [N]`` int64: the number of each row's prompt in this rollout; rows of one number are siblings, stand
     next to each other and share their prompt's tokens. A rollout holds whole groups of ``group_size``; a micro-batch
     cut from it may hold a part of one.
+    ``cache_bytes``: the most that keys and values took on this rank while sampling.
     """
 
     tokens: Tensor
@@ -62,6 +75,7 @@ class Rollout:
     answers: Sequence[str]
     source: Sequence[str]
     group_size: int
+    cache_bytes: int
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

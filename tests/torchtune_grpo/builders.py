@@ -38,6 +38,7 @@ def make_rollout(
         answers=[str(row) for row in range(n)],
         source=[f"s{row}" for row in range(n)],
         group_size=group_size,
+        cache_bytes=2**29,
     )
 
 

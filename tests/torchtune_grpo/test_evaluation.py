@@ -217,6 +217,7 @@ class _Scripted:
             answers=[a for a in batch.answers for _ in range(2)],
             source=[s for s in batch.source for _ in range(2)],
             group_size=2,
+            cache_bytes=0,
         )
 
 

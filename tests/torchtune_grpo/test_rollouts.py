@@ -66,6 +66,7 @@ def test_rollout_metrics_are_sums_and_counts_over_judged_rows() -> None:
         "response_length": (13.0, 4.0),
         "prompt_length": (10.0, 4.0),
         "truncated": (1.0, 4.0),
+        "rollout_cache_gib": (0.5, 1.0),
         "entropy": (26.0, 13.0),  # every token has log-probability -2
         "reward/correct": (1.0, 3.0),
         "reward/format": (2.0, 4.0),

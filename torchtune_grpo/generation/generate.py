@@ -2,22 +2,27 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.collectives import any_rank
+from torchtune_grpo.collectives import all_reduce
 from torchtune_grpo.config import ConfigError
-from torchtune_grpo.generation.kv_cache import DecodingLayout, LayerCache
+from torchtune_grpo.generation.decoding import (
+    Completions,
+    Decoder,
+    EagerStep,
+    GraphedStep,
+    prefill,
+)
+from torchtune_grpo.generation.kv_cache import LayerCache
 from torchtune_grpo.generation.sampling import sample, uniforms
 from torchtune_grpo.layout import shift_left
-from torchtune_grpo.models.internals import attention_swapped, unembed_swapped
+from torchtune_grpo.models.internals import attention_swapped
 from torchtune_grpo.training.distributed import evaluation_mode, fsdp_modules, parameters_gathered
-from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.types import PromptBatch, Rollout
-
-COMPACT_BELOW = 0.875  # rows still alive, as a share of those computed, at which ended rows are dropped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +32,21 @@ class Generate:
     ``temperature`` 0 is greedy. ``top_k``, ``top_p`` and ``min_p`` truncate the distribution (null = off) and are
     for evaluation only. All randomness comes from ``PromptBatch.seeds``; nothing is kept between calls.
 
+    ``max_total_tokens``: the most that a prompt and its completion may have together (null = no such limit); a long
+    prompt then leaves its completions fewer than ``max_new_tokens``.
+
+    ``max_cached_tokens``: keys and values of at most so many tokens are held at once (null = of the whole batch),
+    counting each prompt once and ``group_size`` completions at their limit. A batch that needs more is sampled in
+    parts of whole groups, at least one, one part after the other; what is sampled stays the same.
+
     ``gather_parameters`` true: parameters are gathered once and each rank decodes at its own pace (needs a full
     copy of the weights in memory). False: they stay sharded, every forward gathers them layer by layer, and ranks
     keep in step until the last row of the last rank has ended.
 
-    Collectives: all-gathers of the parameters at entry (gathered), or those of every forward and one all-reduce a
-    token (sharded). Every rank must call it, with at least one prompt.
+    ``cuda_graphs``: decode by replaying captured CUDA graphs (needs ``device: cuda`` and ``gather_parameters``).
+
+    Collectives: all-gathers of the parameters at entry (gathered); or those of every forward, one all-reduce a token
+    and one for the number of parts (sharded). Every rank must call it, with at least one prompt.
     """
 
     group_size: int
@@ -41,7 +55,10 @@ class Generate:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    max_total_tokens: int | None = None
+    max_cached_tokens: int | None = None
     gather_parameters: bool = True
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         for name, ok in {
@@ -51,115 +68,122 @@ class Generate:
             "top_k": self.top_k is None or self.top_k >= 1,
             "top_p": self.top_p is None or 0 < self.top_p <= 1,
             "min_p": self.min_p is None or 0 < self.min_p <= 1,
+            "max_total_tokens": self.max_total_tokens is None or self.max_total_tokens >= 2,
+            "max_cached_tokens": self.max_cached_tokens is None or self.max_cached_tokens >= 1,
         }.items():
             if not ok:
                 raise ConfigError(f"generate.{name}: got {getattr(self, name)}, out of range")
+        if self.cuda_graphs and not self.gather_parameters:
+            raise ConfigError("generate.cuda_graphs: got true, expected false, or gather_parameters true")
 
     @property
     def on_policy(self) -> bool:
         """Whether tokens come from the policy's own distribution, as importance ratios assume."""
         return self.temperature > 0 and self.top_k is None and self.top_p is None and self.min_p is None
 
-    def __call__(self, model: TransformerDecoder, batch: PromptBatch) -> Rollout:
-        sharded = bool(fsdp_modules(model))
-        gathered = parameters_gathered(model) if sharded and self.gather_parameters else nullcontext()
-        in_step = sharded and not self.gather_parameters
-        eager = torch.compiler.set_stance("force_eager")  # shapes change at every token
-        with evaluation_mode(model), gathered, eager, attention_swapped(model, self._layer_cache) as caches:
-            tokens, logprobs, lengths, truncated = self._decode(model, batch, caches, in_step)
-        return self._rollout(batch, tokens, logprobs, lengths, truncated)
+    def longest(self, max_prompt_tokens: int) -> int:
+        """The most tokens that a prompt of up to ``max_prompt_tokens`` and its completion may have.
 
-    def _layer_cache(self) -> LayerCache:
-        return LayerCache(self.max_new_tokens)
-
-    def _decode(
-        self, model: TransformerDecoder, batch: PromptBatch, caches: list[LayerCache], in_step: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and logprobs ``[N, max_new_tokens]``, lengths ``[N]``, truncated ``[N]``, on the model's device."""
-        device = next(model.parameters()).device
-        num_rows, steps = len(batch) * self.group_size, self.max_new_tokens
-        stop_ids = torch.tensor(batch.stop_ids, device=device)
-        noise = uniforms(batch.seeds, self.group_size, steps).to(device)
-        tokens = torch.full((num_rows, steps), batch.pad_id, device=device)
-        logprobs = torch.zeros(num_rows, steps, device=device)
-        lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
-
-        prompt_lengths = batch.lengths.to(device)
-        logits = self._prefill(model, batch.tokens.to(device), prompt_lengths)
-        layout = DecodingLayout.full(_key_mask(batch.tokens.shape[1], prompt_lengths), self.group_size)
-        for cache in caches:
-            cache.layout = layout
-        rows = torch.arange(num_rows, device=device)  # the row that each computed one stands for
-        logits = logits.repeat_interleave(self.group_size, dim=0)
-        for step in progress_bar(range(steps), "rollout"):
-            ids, chosen = sample(
-                logits,
-                noise[rows, step],
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
+        Raises:
+            ConfigError: ``max_total_tokens`` leaves a prompt no room for a completion.
+        """
+        if self.max_total_tokens is None:
+            return max_prompt_tokens + self.max_new_tokens
+        if self.max_total_tokens <= max_prompt_tokens:
+            raise ConfigError(
+                f"generate.max_total_tokens: got {self.max_total_tokens}, expected more than the "
+                f"{max_prompt_tokens} of max_prompt_tokens"
             )
-            alive = ~ended[rows]
-            live_rows = rows[alive]
-            tokens[live_rows, step] = ids[alive]
-            logprobs[live_rows, step] = chosen[alive]
-            lengths[live_rows] = step + 1
-            ended[live_rows] = torch.isin(ids[alive], stop_ids)
-            alive = ~ended[rows]
-            num_alive = int(alive.sum())
-            more = step + 1 < steps and num_alive > 0
-            # Ranks in step go on while any has rows to extend; one that has none recomputes a row that ended.
-            if not (any_rank(more) if in_step else more):
-                break
-            if num_alive < COMPACT_BELOW * len(rows) and len(rows) > 1:
-                kept = alive.nonzero().squeeze(-1) if num_alive else torch.zeros(1, dtype=torch.int64, device=device)
-                rows, ids = rows[kept], ids[kept]
-                layout.keep(kept)
-                for cache in caches:
-                    cache.keep(kept)
-            logits = _forward_one(model, ids, prompt_lengths[layout.prompt_of_row] + step)
-        return tokens, logprobs, lengths, ~ended
+        return min(max_prompt_tokens + self.max_new_tokens, self.max_total_tokens)
 
-    def _prefill(self, model: TransformerDecoder, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Fills the caches with the prompts' keys; logits ``[B, V]`` after each prompt's last token."""
-        tokens = shift_left(tokens, tokens.shape[1] - lengths)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    def __call__(self, model: TransformerDecoder, batch: PromptBatch, *, row_limits: Tensor | None = None) -> Rollout:
+        """``row_limits [N]`` int64: the most tokens each completion may have, beside the other limits."""
+        sharded = bool(fsdp_modules(model))
+        in_step = sharded and not self.gather_parameters
+        device = next(model.parameters()).device
+        if self.cuda_graphs and device.type != "cuda":
+            raise ConfigError(f"generate.cuda_graphs: got true on device {device.type}, expected device: cuda")
+        limits = self._limits(batch, row_limits)
+        parts = self._split(batch, limits)
+        count = all_reduce(torch.tensor(len(parts)), torch.distributed.ReduceOp.MAX) if in_step else len(parts)
+        idle = int(count) - len(parts)  # a rank with fewer parts samples its last one again, for the others' sake
+        gathered = parameters_gathered(model) if sharded and self.gather_parameters else nullcontext()
+        eager = torch.compiler.set_stance("force_eager")  # shapes change at every token
+        with evaluation_mode(model), gathered, eager:
+            sampled = [self._sample(model, part, n.to(device), in_step) for part, n in parts + [parts[-1]] * idle]
+        return self._rollout(batch, sampled[: len(parts)])
 
-        def unembed(hidden: Tensor) -> Tensor:
-            last = hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
-            return model.output(model.norm(last)).float()
+    def _limits(self, batch: PromptBatch, row_limits: Tensor | None) -> Tensor:
+        """The most tokens of each row, ``[N]`` int64 on CPU."""
+        limits = torch.full((len(batch) * self.group_size,), self.max_new_tokens)
+        if self.max_total_tokens is not None:
+            room = (self.max_total_tokens - batch.lengths.cpu()).repeat_interleave(self.group_size)
+            limits = limits.minimum(room)
+        if row_limits is not None:
+            limits = limits.minimum(row_limits)
+        if limits.min() < 1:
+            raise ValueError(f"a completion may have {int(limits.min())} tokens, expected at least 1 for every row")
+        return limits
 
-        with unembed_swapped(model, unembed):
-            return model(tokens, mask=tokens, input_pos=positions)
+    def _split(self, batch: PromptBatch, limits: Tensor) -> list[tuple[PromptBatch, Tensor]]:
+        """Whole groups with their limits, in order, as many at once as ``max_cached_tokens`` allows."""
+        costs = batch.lengths.cpu() + limits.view(len(batch), -1).sum(dim=1)
+        budget = int(costs.sum()) if self.max_cached_tokens is None else self.max_cached_tokens
+        ends, used = [], 0
+        for i, cost in enumerate(costs.tolist()):
+            if used and used + cost > budget:
+                ends.append(i)
+                used = 0
+            used += cost
+        bounds = [0, *ends, len(batch)]
+        size = self.group_size
+        return [(batch.rows(a, b), limits[a * size : b * size]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
-    def _rollout(
-        self, batch: PromptBatch, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor
-    ) -> Rollout:
+    def _sample(self, model: TransformerDecoder, batch: PromptBatch, limits: Tensor, in_step: bool) -> Completions:
+        device = limits.device
+        lengths = batch.lengths.to(device)
+        padding = batch.tokens.shape[1] - lengths
+        width = int(lengths.max())
+        tokens = shift_left(batch.tokens.to(device), padding)[:, :width]
+        done = Completions(limits, self.max_new_tokens, pad_id=batch.pad_id)
+        with attention_swapped(model, LayerCache) as caches:
+            logits = prefill(model, tokens, lengths, whole=not in_step)
+            Decoder(
+                GraphedStep(model) if self.cuda_graphs else EagerStep(model, whole=not in_step),
+                caches,
+                _key_mask(width, lengths),
+                done,
+                noise=uniforms(batch.seeds, self.group_size, self.max_new_tokens).to(device),
+                draw=partial(
+                    sample, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+                ),
+                stop_ids=torch.tensor(batch.stop_ids, device=device),
+                in_step=in_step,
+            ).run(logits.repeat_interleave(self.group_size, dim=0))
+        return done
+
+    def _rollout(self, batch: PromptBatch, sampled: list[Completions]) -> Rollout:
+        tokens, logprobs, lengths, stopped = (
+            torch.cat([getattr(part, name) for part in sampled])
+            for name in ("tokens", "logprobs", "lengths", "stopped")
+        )
         width = int(lengths.max())
         prompt_width = batch.tokens.shape[1]
         prompts = batch.tokens.to(tokens.device).repeat_interleave(self.group_size, dim=0)
         padding = (prompt_width - batch.lengths.to(tokens.device)).repeat_interleave(self.group_size, dim=0)
         positions = torch.arange(prompt_width + width, device=tokens.device) - padding[:, None]
-        groups = torch.arange(len(batch), device=tokens.device).repeat_interleave(self.group_size)
         return Rollout(
             tokens=torch.cat([prompts, tokens[:, :width]], dim=1),
             positions=positions.clamp(min=0),
             response_mask=_key_mask(width, lengths),
             old_logprobs=logprobs[:, :width],
-            truncated=truncated,
-            groups=groups,
+            truncated=~stopped,
+            groups=torch.arange(len(batch), device=tokens.device).repeat_interleave(self.group_size),
             answers=[a for a in batch.answers for _ in range(self.group_size)],
             source=[s for s in batch.source for _ in range(self.group_size)],
             group_size=self.group_size,
+            cache_bytes=max(part.cache_bytes for part in sampled),
         )
-
-
-def _forward_one(model: TransformerDecoder, ids: Tensor, positions: Tensor) -> Tensor:
-    """Logits ``[n, V]`` fp32 after one more token ``ids [n]`` a row, at ``positions [n]``."""
-    tokens = ids[:, None]
-    return model(tokens, mask=tokens, input_pos=positions[:, None])[:, -1]
 
 
 def _key_mask(width: int, lengths: Tensor) -> Tensor:

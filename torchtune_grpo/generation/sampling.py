@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+BLOCK = 256  # tokens of the vocabulary whose probabilities are summed before any is looked at singly
+BELOW_ONE = 1 - 2**-53
+
 
 def uniforms(seeds: Tensor, group_size: int, steps: int) -> Tensor:
     """Uniform numbers in [0, 1), ``[B * group_size, steps]`` fp32 on CPU, from one seed a prompt (``seeds [B]``).
@@ -29,20 +32,46 @@ def sample(
     Log-probabilities are in nats, at the sampling temperature (1 for greedy), over the *whole* vocabulary: with
     top-k, top-p or min-p they are not those of the distribution sampled from, which is why training refuses these.
     """
-    logits = logits.float()
     if temperature == 0.0:
         ids = logits.argmax(dim=-1)
-        return ids, _chosen(logits, ids) - torch.logsumexp(logits, dim=-1)
-    logits = logits / temperature
-    normalizer = torch.logsumexp(logits, dim=-1)
-    probs = torch.exp(logits - normalizer[:, None])
+        return ids, _chosen(torch.softmax(logits, dim=-1, dtype=torch.float32), ids).log()
+    if temperature != 1.0:
+        logits = logits.float() / temperature
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    kept = probs
     if top_k is not None or top_p is not None or min_p is not None:
-        probs = truncate(probs, top_k=top_k, top_p=top_p, min_p=min_p)
-    # float64: a parallel scan need not be monotone, and rounding must not give mass to a token that has none.
-    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-    target = uniform.double() * cdf[:, -1]  # uniform <= 1 - 2**-24, so the product is below the total
-    ids = torch.searchsorted(cdf, target[:, None], right=True).squeeze(-1)
-    return ids, _chosen(logits, ids) - normalizer
+        kept = truncate(probs, top_k=top_k, top_p=top_p, min_p=min_p)
+    ids = inverse_transform(kept, uniform)
+    return ids, _chosen(probs, ids).log()
+
+
+def inverse_transform(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first token of each row at which the cumulated ``weights [n, V]`` exceed ``uniform [n]`` of their sum.
+
+    Weights are >= 0 and need not sum to 1; a token of weight 0 is never drawn. Two steps, so that the vocabulary is
+    read once and only one block of it is cumulated: the block, then the token inside it. Cumulated in float64, where
+    rounding gives mass to no token that has none.
+    """
+    n, vocabulary = weights.shape
+    whole = vocabulary // BLOCK * BLOCK
+    blocks = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(dim=-1)
+    if whole < vocabulary:
+        blocks = torch.cat([blocks, weights[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
+    block, rest = _search(blocks, uniform.double())
+    places = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = weights.gather(1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0.0)
+    return block * BLOCK + _search(inside, rest)[0]
+
+
+def _search(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
+    """Where ``fraction [n]`` (< 1) of each row's sum falls, and which fraction of that entry's weight lies before."""
+    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+    target = fraction * cdf[:, -1]  # below the sum: a fraction of at most 1 - 2**-53 rounds down
+    index = torch.searchsorted(cdf, target[:, None], right=True)
+    mass = weights.gather(1, index).double()
+    before = cdf.gather(1, index) - mass
+    rest = ((target[:, None] - before) / mass).clamp(0.0, BELOW_ONE)
+    return index.squeeze(1), rest.squeeze(1)
 
 
 def truncate(probs: Tensor, *, top_k: int | None, top_p: float | None, min_p: float | None) -> Tensor:
@@ -64,5 +93,5 @@ def truncate(probs: Tensor, *, top_k: int | None, top_p: float | None, min_p: fl
     return torch.zeros_like(probs).scatter(-1, index, ordered)
 
 
-def _chosen(logits: Tensor, ids: Tensor) -> Tensor:
-    return logits.gather(-1, ids[:, None]).squeeze(-1)
+def _chosen(values: Tensor, ids: Tensor) -> Tensor:
+    return values.gather(-1, ids[:, None]).squeeze(-1)

@@ -18,6 +18,7 @@ from tests.torchtune_grpo.tiny_models import (
 )
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.generation import Generate
+from torchtune_grpo.generation.decoding import EagerStep
 from torchtune_grpo.logprobs import DenseLogprobs
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [11, 8, 9, 7]]
@@ -113,6 +114,7 @@ def test_rollout_keeps_prompts_positions_and_labels() -> None:
     assert rollout.answers == ["answer 0", "answer 0", "answer 1", "answer 1"]
     assert rollout.source == ["source 0", "source 0", "source 1", "source 1"]
     assert rollout.group_size == 2
+    assert rollout.groups.tolist() == [0, 0, 1, 1]
 
 
 def test_several_stop_ids_each_end_a_row() -> None:
@@ -171,7 +173,7 @@ def test_first_tokens_follow_the_model(kind: str = "gqa") -> None:
 def test_sampling_leaves_the_generator_and_dropout_alone() -> None:
     model = make_model("mha").train()
     modes = []
-    handle = model.register_forward_hook(
+    handle = model.layers[0].mlp.register_forward_hook(
         lambda module, args, out: modes.append((module.training, torch.is_grad_enabled()))
     )
     before = torch.get_rng_state()
@@ -194,7 +196,7 @@ def test_model_is_restored_after_an_error(failing_forward: int) -> None:
         if len(calls) == failing_forward:
             raise RuntimeError("no memory")
 
-    handle = model.layers[1].register_forward_hook(fail)
+    handle = model.layers[1].mlp.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="no memory"):
         _sampled()(model, make_prompts(PROMPTS))
     handle.remove()
@@ -211,7 +213,7 @@ def test_compacting_early_or_never_changes_nothing(monkeypatch: pytest.MonkeyPat
     batch = make_prompts(PROMPTS, seeds=[5, 6, 7], stop_ids=SOME_STOPS)
     usual = _sampled()(model, batch)
     for threshold in (0.0, 1.0):
-        monkeypatch.setattr("torchtune_grpo.generation.generate.COMPACT_BELOW", threshold)
+        monkeypatch.setattr("torchtune_grpo.generation.decoding.COMPACT_BELOW", threshold)
         other = _sampled()(model, batch)
         assert torch.equal(other.tokens, usual.tokens)
         torch.testing.assert_close(other.old_logprobs, usual.old_logprobs, atol=1e-5, rtol=0)
@@ -229,6 +231,79 @@ def test_ended_rows_are_no_longer_computed() -> None:
         assert alive <= computed <= max(alive / 0.875, 1)
 
 
+def test_row_limits_end_rows_as_truncated() -> None:
+    model, batch = make_model("gqa"), make_prompts(PROMPTS, seeds=[5, 6, 7])
+    free = _sampled(group_size=2)(model, batch)
+    limits = torch.tensor([1, 12, 3, 99, 5, 2])
+    rollout = _sampled(group_size=2)(model, batch, row_limits=limits)
+    assert rollout.response_lengths.tolist() == [1, 12, 3, 12, 5, 2]
+    assert rollout.truncated.all()
+    expected = [row[:limit] for row, limit in zip(responses(free), limits.tolist(), strict=True)]
+    assert responses(rollout) == expected
+
+
+def test_a_stop_token_at_the_row_limit_is_no_truncation() -> None:
+    model = make_model("mha")
+    stop = dense_greedy(model, PROMPTS[0], 1, NO_STOP)[0]
+    batch = make_prompts([PROMPTS[0]] * 2, stop_ids=(stop,))
+    rollout = _greedy()(model, batch, row_limits=torch.tensor([1, 5]))
+    assert rollout.response_lengths.tolist() == [1, 1] and not rollout.truncated.any()
+
+
+def test_long_prompts_leave_their_completions_less_room() -> None:
+    generate = replace(_greedy(max_new_tokens=6), max_total_tokens=9)
+    rollout = generate(make_model("gqa"), make_prompts(PROMPTS))
+    assert rollout.response_lengths.tolist() == [2, 6, 5]
+    assert generate.longest(8) == 9 and generate.longest(2) == 8
+    with pytest.raises(ConfigError, match="max_total_tokens: got 9, expected more than the 9"):
+        generate.longest(9)
+    with pytest.raises(ValueError, match="may have 0 tokens"):
+        generate(make_model("gqa"), make_prompts([list(range(9))]))
+
+
+@pytest.mark.parametrize(("budget", "prefills"), [(1, [1, 1, 1]), (92, [1, 1, 1]), (105, [2, 1]), (157, [3])])
+def test_a_batch_beyond_the_budget_is_sampled_in_parts_of_whole_groups(budget: int, prefills: list[int]) -> None:
+    """Groups cost 7 + 48, 2 + 48 and 4 + 48 tokens."""
+    model, batch = make_model("gqa"), make_prompts(PROMPTS, seeds=[5, 6, 7], stop_ids=SOME_STOPS)
+    usual, calls = _sampled()(model, batch), []
+    handle = model.tok_embeddings.register_forward_hook(lambda m, args, out: calls.append(tuple(out.shape[:2])))
+    parts = replace(_sampled(), max_cached_tokens=budget)(model, batch)
+    handle.remove()
+    assert [rows for rows, width in calls if width > 1] == prefills
+    assert torch.equal(parts.tokens, usual.tokens) and torch.equal(parts.response_mask, usual.response_mask)
+    torch.testing.assert_close(parts.old_logprobs, usual.old_logprobs, atol=1e-5, rtol=0)
+    assert parts.answers == usual.answers and parts.groups.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert (parts.cache_bytes < usual.cache_bytes) == (len(prefills) > 1)
+
+
+def test_cache_bytes_count_a_prompt_once_and_the_tokens_allocated() -> None:
+    """2 layers, keys and values, 2 KV heads of 8 numbers of 4 bytes."""
+    token = 2 * 2 * 2 * 8 * 4
+    model, batch = make_model("gqa", max_seq_len=160), make_prompts([PROMPTS[0]] * 3)
+    assert _sampled(max_new_tokens=10)(model, batch).cache_bytes == token * 3 * (7 + 4 * 10)
+    assert _sampled(max_new_tokens=100)(model, batch).cache_bytes == token * 3 * (7 + 4 * 100)
+    stopped = replace(batch, stop_ids=EVERY_TOKEN)
+    assert _sampled(max_new_tokens=100)(model, stopped).cache_bytes == token * 3 * 7
+
+
+def test_cuda_graphs_are_refused_without_cuda_and_with_sharded_parameters() -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs: got true on device cpu"):
+        replace(_sampled(), cuda_graphs=True)(make_model("mha"), make_prompts(PROMPTS))
+    with pytest.raises(ConfigError, match="gather_parameters true"):
+        replace(_sampled(), cuda_graphs=True, gather_parameters=False)
+
+
+def test_decoding_with_fixed_shapes_samples_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph captures: the same kernels every token, over all that is allocated."""
+    model, batch = make_model("gqa", max_seq_len=160), make_prompts(PROMPTS, seeds=[5, 6, 7], stop_ids=(1, 4))
+    usual = _sampled(max_new_tokens=100)(model, batch)
+    assert int(usual.response_lengths.max()) > 16
+    monkeypatch.setattr(EagerStep, "fixed_shapes", True)
+    fixed = _sampled(max_new_tokens=100)(model, batch)
+    assert torch.equal(fixed.tokens, usual.tokens)
+    torch.testing.assert_close(fixed.old_logprobs, usual.old_logprobs, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -240,6 +315,8 @@ def test_ended_rows_are_no_longer_computed() -> None:
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("min_p", 1.5),
+        ("max_total_tokens", 1),
+        ("max_cached_tokens", 0),
     ],
 )
 def test_settings_out_of_range_are_refused(key: str, value: float) -> None:

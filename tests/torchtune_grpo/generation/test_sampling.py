@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtune_grpo.generation.sampling import sample, truncate, uniforms
+from torchtune_grpo.generation.sampling import inverse_transform, sample, truncate, uniforms
 
 ALMOST_ONE = 1 - 2**-24  # the largest number that torch.rand returns
 
@@ -50,6 +50,30 @@ def test_sample_reaches_the_end_of_a_large_vocabulary(vocab: int) -> None:
     ids, logprobs = sample(torch.zeros(6, vocab), uniform, temperature=1.0)
     assert (ids - (uniform.double() * vocab).long()).abs().max() <= 1
     torch.testing.assert_close(logprobs, torch.full((6,), -math.log(vocab)))
+
+
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1000])
+def test_inverse_transform_finds_the_token_that_a_plain_search_finds(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    weights = torch.randn(200, vocab, generator=generator).exp() * (torch.rand(200, vocab, generator=generator) > 0.3)
+    weights[:, -1] += 0.5
+    uniform = torch.rand(200, generator=generator)
+    cdf = weights.double().cumsum(dim=1)
+    target = uniform.double() * cdf[:, -1]
+    drawn = inverse_transform(weights, uniform)
+    assert weights.gather(1, drawn[:, None]).min() > 0
+    after = cdf.gather(1, drawn[:, None]).squeeze(1)
+    before = after - weights.gather(1, drawn[:, None]).squeeze(1).double()
+    slack = 1e-6 * cdf[:, -1]  # sums of blocks are fp32
+    assert (before - slack <= target).all() and (target <= after + slack).all()
+    assert (torch.searchsorted(cdf, target[:, None], right=True).squeeze(1) == drawn).float().mean() > 0.98
+
+
+def test_inverse_transform_stays_among_positive_weights_at_both_ends() -> None:
+    weights = torch.zeros(3, 1000)
+    weights[0, 300:303], weights[1, 999], weights[2, 0] = torch.tensor([1e-30, 0.0, 2e-30]), 3e7, 1e-9
+    for uniform, expected in ((0.0, [300, 999, 0]), (ALMOST_ONE, [302, 999, 0])):
+        assert inverse_transform(weights, torch.full((3,), uniform)).tolist() == expected
 
 
 def _chi_square(logits: Tensor, temperature: float, draws: int) -> tuple[float, int]:
