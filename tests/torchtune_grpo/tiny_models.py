@@ -9,10 +9,11 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.models import qwen3
 from torchtune_grpo.types import PromptBatch, Rollout
 
 VOCAB = 23
-KINDS = ["mha", "gqa", "qwen2"]
+KINDS = ["mha", "gqa", "qwen2", "qwen3"]
 NO_STOP = (VOCAB + 7,)  # an id that no row can sample
 
 
@@ -30,7 +31,10 @@ def make_model(kind: str, *, seed: int = 0, tied: bool = True, max_seq_len: int 
         "rope_base": 500,
         "tie_word_embeddings": tied,
     }
-    model = qwen2(**sizes) if kind == "qwen2" else llama3_2(**sizes, scale_factor=1)
+    if kind == "qwen3":
+        model = qwen3(**sizes, head_dim=12, norm_eps=1e-5)
+    else:
+        model = qwen2(**sizes) if kind == "qwen2" else llama3_2(**sizes, scale_factor=1)
     for parameter in model.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.2)
@@ -48,13 +52,15 @@ def dense_logits(model: TransformerDecoder, ids: Sequence[int]) -> Tensor:
     h = w["tok_embeddings.weight"][torch.tensor(ids)]
     n = len(ids)
     causal = torch.ones(n, n, dtype=torch.bool).tril()
-    halves = "layers.0.attn.q_proj.bias" in w  # Qwen2's rotary layout
+    halves = "layers.0.attn.q_proj.bias" in w or "layers.0.attn.q_proj.norm.scale" in w  # Qwen's rotary layout
     for i in range(len(model.layers)):
         at = f"layers.{i}."
 
         def project(name: str, count: int, x: Tensor, at: str = at) -> Tensor:
             y = x @ w[f"{at}attn.{name}.weight"].T + w.get(f"{at}attn.{name}.bias", 0.0)
-            return y.view(n, count, width).transpose(0, 1)
+            heads = y.view(n, count, width).transpose(0, 1)
+            scale = w.get(f"{at}attn.{name}.norm.scale")  # Qwen3's queries and keys
+            return heads if scale is None else _rms_norm(heads, scale)
 
         x = _rms_norm(h, w[f"{at}sa_norm.scale"])
         q = _rotate(project("q_proj", heads, x), base, halves)

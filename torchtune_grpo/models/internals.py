@@ -1,7 +1,7 @@
 """The one place that touches what torchtune does not export.
 
 torchtune is no longer maintained and its version is pinned, so its private names are stable, but they are kept
-here: weight conversion of the Qwen2 family, and two objects inside a ``TransformerDecoder`` that are swapped for
+here: the tensor names of the Qwen2 family, and two objects inside a ``TransformerDecoder`` that are swapped for
 the length of a ``with`` block instead of copying the model's code:
 
 - each attention's KV cache and attention kernel (generation with a shared prompt cache, compact layouts);
@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor, nn
-from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune.models.qwen2._convert_weights import _FROM_HF as QWEN2_NAMES
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-__all__ = ["AttentionKernel", "attention_swapped", "qwen2_hf_to_tune", "qwen2_tune_to_hf", "unembed_swapped"]
+__all__ = ["QWEN2_NAMES", "AttentionKernel", "attention_swapped", "unembed_swapped"]
 
 
 class AttentionKernel(Protocol):

@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
+from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
 from torchtune.modules import RMSNorm, TransformerDecoder
 
 from torchtune_grpo.config import ConfigError
-from torchtune_grpo.models.internals import qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune_grpo.models.qwen3 import NormedHeadsLinear, qwen3_hf_to_tune, qwen3_tune_to_hf
 
 TIED_HEAD = "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 2**30
@@ -31,7 +32,11 @@ class Family:
     to_hf: Callable[..., dict[str, Tensor]]
 
 
-FAMILIES = {"llama": Family(hf_to_tune, tune_to_hf), "qwen2": Family(qwen2_hf_to_tune, qwen2_tune_to_hf)}
+FAMILIES = {
+    "llama": Family(hf_to_tune, tune_to_hf),
+    "qwen2": Family(qwen2_hf_to_tune, qwen2_tune_to_hf),
+    "qwen3": Family(qwen3_hf_to_tune, qwen3_tune_to_hf),
+}
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -56,7 +61,7 @@ def check_weights(folder: str | Path, model: TransformerDecoder) -> None:
     """Compares a folder with ``model`` (which may be on meta) from its config and its tensors' headers alone.
 
     Raises ConfigError that names the first differences: another vocabulary, width, depth or family, or another
-    number of heads, norm epsilon or rotary embedding, which no shape would show.
+    number of heads, norm epsilon or rotary embedding or a sliding window, which no shape would show.
     """
     config = read_hf_config(folder)
     shapes: dict[str, Tensor] = {}
@@ -97,6 +102,7 @@ def _constants(config: Mapping[str, Any], model: TransformerDecoder) -> dict[str
         "rms_norm_eps": (config.get("rms_norm_eps"), model.norm.eps),
         "rope_theta": (rope.get("rope_theta", config.get("rope_theta")), embedding.base),
         "rope_scaling.factor": (rope.get("factor", 1.0), getattr(embedding, "scale_factor", 1.0)),
+        "use_sliding_window": (config.get("use_sliding_window"), False),
     }
     return {name: (float(a), float(b)) for name, (a, b) in found.items() if a is not None}
 
@@ -139,18 +145,21 @@ def write_hf_folder(
     (folder / "model.safetensors.index.json").write_text(text)
 
 
-def llama_hf_config(model: TransformerDecoder, *, bos_id: int | None, eos_id: int, pad_id: int) -> dict[str, Any]:
-    """``config.json`` of a llama that was built here from scratch and has no folder to copy it from.
+def scratch_hf_config(model: TransformerDecoder, *, bos_id: int | None, eos_id: int, pad_id: int) -> dict[str, Any]:
+    """``config.json`` of a llama or Qwen3 that was built here from scratch and has no folder to copy it from.
 
-    Raises ConfigError for a model with biases (the Qwen2 family), which a llama's config cannot describe.
+    Raises ConfigError for a model with biases (the Qwen2 family), which neither config can describe.
     """
     if any(name.endswith(".bias") for name, _ in model.named_parameters()):
-        raise ConfigError("model: got one with biases and no `weights`; only llama models can be trained from scratch")
+        raise ConfigError(
+            "model: got one with biases and no `weights`; only llama and Qwen3 models can be trained from scratch"
+        )
     attention = model.layers[0].attn
+    is_qwen3 = isinstance(attention.q_proj, NormedHeadsLinear)
     assert isinstance(model.norm, RMSNorm)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3ForCausalLM" if is_qwen3 else "LlamaForCausalLM"],
+        "model_type": "qwen3" if is_qwen3 else "llama",
         "hidden_size": attention.embed_dim,
         "intermediate_size": model.layers[0].mlp.w1.out_features,
         "num_hidden_layers": len(model.layers),

@@ -15,9 +15,9 @@ from torchtune_grpo.config import Component, ConfigError, component, instantiate
 from torchtune_grpo.data import Tokenizer
 from torchtune_grpo.models.weights import (
     check_weights,
-    llama_hf_config,
     read_hf_config,
     read_weights,
+    scratch_hf_config,
     write_hf_folder,
 )
 from torchtune_grpo.training.checkpoints import resolve_weights
@@ -167,7 +167,7 @@ def hf_exporter(
     if cfg.weights is not None:
         hf_config = read_hf_config(resolve_weights(cfg.weights))
     else:
-        hf_config = llama_hf_config(model, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
+        hf_config = scratch_hf_config(model, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
 
     def export(folder: Path) -> None:
         state = full_state_dict(model)

@@ -1,4 +1,4 @@
-"""Folders in the manner of three published models, with transformers as the oracle for what is encoded."""
+"""Folders in the manner of four published models, with transformers as the oracle for what is encoded."""
 
 import json
 
@@ -13,13 +13,14 @@ from torchtune_grpo.data import Tokenizer
 TEXT = 'Él paid $12.50, "twice"\n<|im_end|> <think>'
 
 
-def write_folder(folder, specials, *, bos_rule=None, **files):
-    """A byte-level tokenizer without merges: 256 bytes, then the special tokens."""
+def write_folder(folder, specials, *, words=(), bos_rule=None, **files):
+    """A byte-level tokenizer without merges: 256 bytes, then the special tokens, then ``words`` of one id each."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
+    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in words])
     if bos_rule:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos_rule} $A", special_tokens=[(bos_rule, tokenizer.token_to_id(bos_rule))]
@@ -63,6 +64,26 @@ def qwen2_5_instruct(tmp_path):
 
 
 @pytest.fixture
+def qwen3_base(tmp_path):
+    """Its end token is the padding token; <think> and </think> are tokens, but no special ones."""
+    return write_folder(
+        tmp_path,
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        words=["<think>", "</think>"],
+        tokenizer_config={
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": False,
+            "bos_token": None,
+            "eos_token": "<|endoftext|>",
+            "pad_token": "<|endoftext|>",
+            "unk_token": None,
+        },
+        config={"bos_token_id": 256, "eos_token_id": 256},
+        generation_config={"bos_token_id": 256, "do_sample": False, "eos_token_id": 256, "max_new_tokens": 2048},
+    )
+
+
+@pytest.fixture
 def smollm2_instruct(tmp_path):
     return write_folder(
         tmp_path,
@@ -82,6 +103,7 @@ def smollm2_instruct(tmp_path):
     [
         ("llama3_instruct", 256, (259, 257, 258), 259, 261),
         ("qwen2_5_instruct", None, (258, 256), 256, 259),
+        ("qwen3_base", None, (256,), 256, 261),
         ("smollm2_instruct", 257, (258,), 258, 259),
     ],
 )
@@ -94,7 +116,7 @@ def test_tokenizer_finds_special_ids(request, name, bos_id, stop_ids, pad_id, vo
     assert tokenizer.vocab_size == vocab_size
 
 
-@pytest.mark.parametrize("name", ["llama3_instruct", "qwen2_5_instruct", "smollm2_instruct"])
+@pytest.mark.parametrize("name", ["llama3_instruct", "qwen2_5_instruct", "qwen3_base", "smollm2_instruct"])
 def test_tokenizer_encodes_and_decodes_as_transformers_does(request, name):
     folder = request.getfixturevalue(name)
     tokenizer, oracle = Tokenizer(path=str(folder)), AutoTokenizer.from_pretrained(folder)
@@ -103,6 +125,12 @@ def test_tokenizer_encodes_and_decodes_as_transformers_does(request, name):
     ids = [*oracle(TEXT).input_ids, tokenizer.eos_id]
     for skip in (False, True):
         assert tokenizer.decode(ids, skip_special_tokens=skip) == oracle.decode(ids, skip_special_tokens=skip)
+
+
+def test_think_tags_of_qwen3_are_single_ids_and_stay_in_the_text(qwen3_base):
+    tokenizer = Tokenizer(path=str(qwen3_base))
+    assert tokenizer.encode("<think>4</think>") == [259, *tokenizer.encode("4"), 260]
+    assert tokenizer.decode([259, 260, 256], skip_special_tokens=True) == "<think></think>"
 
 
 def test_encode_prompt_has_exactly_one_bos_also_when_the_text_brings_its_own(llama3_instruct):

@@ -32,6 +32,7 @@ BUILDS = {
     "hsdp": {"dp_replicate": 2},
     "checkpointed": {"activation_checkpointing": True},
     "untied": {},
+    "qwen3": {"activation_checkpointing": True},
 }
 
 
@@ -52,19 +53,23 @@ def _ranks(rank: int) -> Ranks:
     return Ranks(device=torch.device("cpu"), rank=rank, world_size=2)
 
 
-def _build(rank: int, tied: bool = True, **settings: Any) -> TransformerDecoder:
+def _plain(name: str, seed: int = 0) -> TransformerDecoder:
+    return make_model("qwen3" if name == "qwen3" else "gqa", seed=seed, tied=name != "untied")
+
+
+def _build(rank: int, name: str = "fsdp") -> TransformerDecoder:
     """Rank 1's weights would be others: only those that rank 0 reads may count."""
     return build_sharded(
-        lambda: make_model("gqa", tied=tied),
-        lambda: make_model("gqa", seed=rank, tied=tied).state_dict(),
+        lambda: _plain(name),
+        lambda: _plain(name, seed=rank).state_dict(),
         ranks=_ranks(rank),
-        **settings,
+        **BUILDS[name],
     )
 
 
 def _one_step(rank: int, name: str) -> dict[str, Any]:
     """State before and after a step that accumulates two micro-batches, on rank 0."""
-    model = _build(rank, tied=name != "untied", **BUILDS[name])
+    model = _build(rank, name)
     before = copy.deepcopy(full_state_dict(model))
     optimizer = _optimizer(model)
     for part in (0, 1):
@@ -148,8 +153,8 @@ def outcomes() -> list[dict[str, Any]]:
     return run_ranks(_on_rank)
 
 
-def _plain_step(tied: bool) -> dict[str, Tensor]:
-    model = make_model("gqa", tied=tied)
+def _plain_step(name: str) -> dict[str, Tensor]:
+    model = _plain(name)
     optimizer = _optimizer(model)
     for rank in (0, 1):
         for part in (0, 1):
@@ -160,8 +165,8 @@ def _plain_step(tied: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_build_sharded_step_equals_that_of_one_process(outcomes: list, name: str) -> None:
-    start = make_model("gqa", tied=name != "untied").state_dict()
-    expected = _plain_step(tied=name != "untied")
+    start = _plain(name).state_dict()
+    expected = _plain_step(name)
     found = outcomes[0][name]
     assert found["before"].keys() == found["after"].keys() == expected.keys()
     for key in expected:
@@ -181,7 +186,7 @@ def test_build_sharded_splits_parameters_over_ranks_and_hsdp_copies_them(outcome
 
 def test_activation_checkpointing_wraps_layers_where_asked(outcomes: list) -> None:
     wrapped = [name for name in BUILDS if "CheckpointWrapper" in outcomes[0][name]["layer"]]
-    assert wrapped == ["checkpointed"]
+    assert wrapped == ["checkpointed", "qwen3"]
 
 
 def test_master_weights_keep_updates_that_bf16_would_round_away(outcomes: list) -> None:

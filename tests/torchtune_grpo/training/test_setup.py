@@ -12,7 +12,7 @@ from tests.torchtune_grpo.distributed_helpers import run_ranks
 from torchtune_grpo.config import ConfigError, load
 from torchtune_grpo.data import tiny_tokenizer
 from torchtune_grpo.models import tiny_llama
-from torchtune_grpo.models.weights import llama_hf_config, write_hf_folder
+from torchtune_grpo.models.weights import scratch_hf_config, write_hf_folder
 from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.setup import (
     RecipeConfig,
@@ -67,7 +67,7 @@ def _model(**changes: int) -> nn.Module:
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     model = _model()
-    config = llama_hf_config(model, bos_id=None, eos_id=TOKENIZER.eos_id, pad_id=TOKENIZER.pad_id)
+    config = scratch_hf_config(model, bos_id=None, eos_id=TOKENIZER.eos_id, pad_id=TOKENIZER.pad_id)
     write_hf_folder(tmp_path / "weights", model.state_dict(), config, torch.float32)
     return tmp_path / "weights"
 
