@@ -11,7 +11,7 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.data import Prompt, Tokenizer
-from torchtune_grpo.models.weights import llama_hf_config, read_hf_config, read_weights, write_hf_folder
+from torchtune_grpo.models.weights import read_hf_config, read_weights, scratch_hf_config, write_hf_folder
 from torchtune_grpo.types import PromptBatch
 
 NO_STOP = -1  # a stop id that no row can sample: lengths are forced
@@ -78,7 +78,7 @@ def random_llama(folder: Path, *, vocab_size: int = 4096, num_layers: int = 4, e
     for parameter in model.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.02)
-    hf_config = llama_hf_config(model, bos_id=None, eos_id=1, pad_id=0)
+    hf_config = scratch_hf_config(model, bos_id=None, eos_id=1, pad_id=0)
     write_hf_folder(folder, model.state_dict(), hf_config, torch.float32)
 
 

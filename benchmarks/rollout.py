@@ -4,10 +4,11 @@
     python benchmarks/rollout.py --quick
 
 All arms sample the same number of tokens from the same prompts and weights at temperature 1, one after the other in
-turns, and the fastest turn of each counts. The *floor* is the time of the model's linear layers alone: every prompt
-once, then one token a row until all are sampled. ``spread``: completion lengths spread so that their mean is a
-quarter of the maximum, useful tokens counted; its floor pays for the prompts once and for every useful token as much as
-a full batch does. The last line is one JSON object. Peers that are not installed are said to be missing.
+turns, and the fastest turn of each counts; the peers, which take minutes, have two turns. The *floor* is the time of
+the model's linear layers alone: every prompt once, then one token a row until all are sampled. ``spread``: lengths
+spread so that their mean is a quarter of the maximum, useful tokens counted; its floor pays for the prompts once and
+for every useful token as much as a full batch does. The last line is one JSON object. A peer that is not installed is
+said to be missing.
 """
 
 import json
@@ -24,6 +25,8 @@ from torchtune.modules import TransformerDecoder
 from torchtune_grpo.generation import Generate
 from torchtune_grpo.types import PromptBatch
 
+PEERS = ("torchtune", "transformers")
+PEER_TURNS = 2
 FULL = Size(prompts=8, group=8, prompt=179, response=64)
 QUICK = Size(prompts=2, group=4, prompt=40, response=24)
 
@@ -34,15 +37,15 @@ def ours(model: TransformerDecoder, batch: PromptBatch, size: Size, graphs: bool
 
 
 def spread_limits(size: Size) -> Tensor:
-    """Lengths up to 4 * ``size.response`` with mean ``size.response``, shuffled over the rows: u^3 for u in (0, 1)."""
+    """Lengths of 1 to ``size.response``, exponential with a mean of a quarter of that, shuffled over the rows."""
     rows = size.prompts * size.group
     u = (torch.arange(rows) + 0.5) / rows
-    limits = (4 * size.response * u**3).ceil().long()
+    limits = (-size.response / 4 * torch.log1p(-u)).ceil().long().clamp(1, size.response)
     return limits[torch.randperm(rows, generator=torch.Generator().manual_seed(0))]
 
 
 def spread(model: TransformerDecoder, batch: PromptBatch, size: Size, graphs: bool) -> Callable[[], object]:
-    generate = Generate(group_size=size.group, max_new_tokens=4 * size.response, cuda_graphs=graphs)
+    generate = Generate(group_size=size.group, max_new_tokens=size.response, cuda_graphs=graphs)
     limits = spread_limits(size)
     return lambda: generate(model, batch, row_limits=limits)
 
@@ -50,7 +53,6 @@ def spread(model: TransformerDecoder, batch: PromptBatch, size: Size, graphs: bo
 def torchtune_peer(model: TransformerDecoder, batch: PromptBatch, size: Size) -> Callable[[], object]:
     """torchtune 0.6.1: every row has its own prompt and a static cache."""
     from torchtune.generation import generate
-    from torchtune.training import disable_kv_cache  # noqa: F401  (its presence says that the version is right)
 
     rows = batch.tokens.repeat_interleave(size.group, dim=0)
     device = rows.device
@@ -96,6 +98,7 @@ class Floor:
         head = model.state_dict().get("output.weight", model.tok_embeddings.weight).detach()
         device = head.device
         rows, prompt_tokens = size.prompts * size.group, size.prompts * size.prompt
+        self._alive = [int((spread_limits(size) > step).sum()) for step in range(1, size.response)]
         one = {w.shape[1]: torch.randn(rows, w.shape[1], device=device) for w in [*weights, head]}
         all_prompts = {n: torch.randn(prompt_tokens, n, device=device) for n in one}
         self._decode = [(one[w.shape[1]], w) for w in [*weights, head]]
@@ -110,6 +113,12 @@ class Floor:
         for _ in range(self.steps):
             for x, weight in self._decode:
                 nn.functional.linear(x, weight)
+
+    def decode_alive(self) -> None:
+        """On as many rows as ``spread`` has left at each token."""
+        for rows in filter(None, self._alive):
+            for x, weight in self._decode:
+                nn.functional.linear(x[:rows], weight)
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
@@ -133,12 +142,16 @@ def build_arms(args, folder: str, size: Size) -> tuple[dict[str, Callable[[], ob
         "spread": spread(model, batch, size, args.cuda_graphs),
         "floor_prefill": floor.prefill,
         "floor_decode": floor.decode,
+        "floor_alive": floor.decode_alive,
     }
     missing = []
     for name, make in {
         "torchtune": lambda: torchtune_peer(llama_from_folder(folder, args.device), batch, size),
         "transformers": lambda: transformers_peer(folder, batch, size),
     }.items():
+        if args.no_peers:
+            missing.append(f"{name}: not measured, --no-peers")
+            continue
         try:
             arms[name] = make()
         except ImportError as error:
@@ -148,7 +161,8 @@ def build_arms(args, folder: str, size: Size) -> tuple[dict[str, Callable[[], ob
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--repeats", type=int, default=4)
+    options.add_argument("--no-peers", action="store_true")
     options.add_argument("--cuda-graphs", action="store_true")
     args = options.parse_args()
     check(args)
@@ -162,11 +176,10 @@ def main() -> None:
         arms, missing = build_arms(args, folder, size)
         times: dict[str, list[float]] = {name: [] for name in arms}
         with torch.no_grad():
-            for turn in range(args.repeats + 1):
+            for turn in range(args.repeats):
                 for name, run in arms.items():
-                    taken = seconds(run, args.device)
-                    if turn:  # the first warms up
-                        times[name].append(taken)
+                    if turn < PEER_TURNS or name not in PEERS:
+                        times[name].append(seconds(run, args.device))
     report(size, {name: min(values) for name, values in times.items()}, missing, args)
 
 
@@ -174,7 +187,7 @@ def report(size: Size, best: dict[str, float], missing: list[str], args) -> None
     tokens = size.prompts * size.group * size.response
     useful = int(spread_limits(size).sum())
     a_token = best["floor_decode"] / (size.prompts * size.group * (size.response - 1))
-    rate = {name: tokens / best[name] for name in ("ours", "torchtune", "transformers") if name in best}
+    rate = {name: tokens / best[name] for name in ("ours", *PEERS) if name in best}
     rate["floor"] = tokens / (best["floor_prefill"] + best["floor_decode"])
     rate["spread"] = useful / best["spread"]
     spread_floor = useful / (best["floor_prefill"] + a_token * (useful - size.prompts * size.group))
@@ -182,12 +195,14 @@ def report(size: Size, best: dict[str, float], missing: list[str], args) -> None
     for name, value in rate.items():
         print(f"{name:14s}{value:10.1f} tokens/s")
     print(f"{'spread floor':14s}{spread_floor:10.1f} tokens/s")
+    alive = useful / (best["floor_prefill"] + best["floor_alive"])
+    print(f"{'':14s}{alive:10.1f} tokens/s for the linear layers alone on the rows still alive at each token")
     for line in missing:
         print(line)
     if args.device == "cpu":
         print("CUDA and CUDA graphs: not run (--device cuda --cuda-graphs on a machine with a GPU)")
-    result: dict[str, float | None] = {n: rate.get(n) for n in ("ours", "torchtune", "transformers", "floor")}
-    for peer in ("floor", "torchtune", "transformers"):
+    result: dict[str, float | None] = {n: rate.get(n) for n in ("ours", *PEERS, "floor")}
+    for peer in ("floor", *PEERS):
         result[f"ours_over_{peer}"] = rate["ours"] / rate[peer] if peer in rate else None
     result["spread_over_floor"] = rate["spread"] / spread_floor
     print(json.dumps(result))

@@ -8,6 +8,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.collectives import any_rank
 from torchtune_grpo.generation.kv_cache import DecodingLayout, LayerCache
+from torchtune_grpo.generation.linear import head
 from torchtune_grpo.models.internals import unembed_swapped
 from torchtune_grpo.training.progress import progress_bar
 
@@ -47,17 +48,22 @@ class Completions:
         self.stopped[rows] = torch.isin(ids, stop_ids)
 
 
-def forward(model: TransformerDecoder, tokens: Tensor, positions: Tensor, *, whole: bool) -> Tensor:
-    """The decoder on ``tokens``, ``positions [n, s]``. Collectives: those of FSDP, none if ``whole``.
+def next_logits(
+    model: TransformerDecoder, tokens: Tensor, positions: Tensor, last: Callable[[Tensor], Tensor], *, whole: bool
+) -> Tensor:
+    """Logits ``[n, V]`` after the places of ``tokens``, ``positions [n, s]`` that ``last`` picks.
 
+    ``last``: hidden states ``[n, s, D] -> [n, D]``.
     ``whole``: parameters lie whole on every rank; FSDP's hooks, which would have nothing to do, are passed by.
+    Collectives: those of FSDP, none if ``whole``.
     """
-    if not whole:
-        return model(tokens, mask=tokens, input_pos=positions)
-    hidden = model.tok_embeddings(tokens)
-    for layer in model.layers:
-        hidden = layer.forward(hidden, mask=tokens, input_pos=positions)
-    return model.unembed(hidden)
+    with unembed_swapped(model, lambda hidden: head(model, model.norm(last(hidden)))):
+        if not whole:
+            return model(tokens, mask=tokens, input_pos=positions)
+        hidden = model.tok_embeddings(tokens)
+        for layer in model.layers:
+            hidden = layer.forward(hidden, mask=tokens, input_pos=positions)
+        return model.unembed(hidden)
 
 
 class EagerStep:
@@ -69,7 +75,7 @@ class EagerStep:
         self._model, self._whole = model, whole
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return forward(self._model, ids[:, None], positions[:, None], whole=self._whole)[:, -1]
+        return next_logits(self._model, ids[:, None], positions[:, None], lambda h: h[:, -1], whole=self._whole)
 
     def shapes_changed(self) -> None:
         """Rows were dropped or caches moved."""
@@ -117,12 +123,8 @@ def prefill(model: TransformerDecoder, tokens: Tensor, lengths: Tensor, *, whole
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 
-    def unembed(hidden: Tensor) -> Tensor:
-        last = hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
-        return model.output(model.norm(last)).float()
-
-    with unembed_swapped(model, unembed):
-        return forward(model, tokens, positions, whole=whole)
+    places = torch.arange(len(lengths), device=tokens.device), lengths - 1
+    return next_logits(model, tokens, positions, lambda hidden: hidden[places], whole=whole)
 
 
 class Decoder:

@@ -18,6 +18,7 @@ from torchtune_grpo.generation.decoding import (
     prefill,
 )
 from torchtune_grpo.generation.kv_cache import LayerCache
+from torchtune_grpo.generation.linear import weights_first
 from torchtune_grpo.generation.sampling import sample, uniforms
 from torchtune_grpo.layout import shift_left
 from torchtune_grpo.models.internals import attention_swapped
@@ -146,9 +147,9 @@ class Generate:
         width = int(lengths.max())
         tokens = shift_left(batch.tokens.to(device), padding)[:, :width]
         done = Completions(limits, self.max_new_tokens, pad_id=batch.pad_id)
-        with attention_swapped(model, LayerCache) as caches:
+        with torch.inference_mode(not in_step), attention_swapped(model, LayerCache) as caches:
             logits = prefill(model, tokens, lengths, whole=not in_step)
-            Decoder(
+            decoder = Decoder(
                 GraphedStep(model) if self.cuda_graphs else EagerStep(model, whole=not in_step),
                 caches,
                 _key_mask(width, lengths),
@@ -159,7 +160,9 @@ class Generate:
                 ),
                 stop_ids=torch.tensor(batch.stop_ids, device=device),
                 in_step=in_step,
-            ).run(logits.repeat_interleave(self.group_size, dim=0))
+            )
+            with weights_first(model):
+                decoder.run(logits.repeat_interleave(self.group_size, dim=0))
         return done
 
     def _rollout(self, batch: PromptBatch, sampled: list[Completions]) -> Rollout:
