@@ -44,7 +44,7 @@ def recipe_step(args, model_dir: str, data: str, size: Size, output_dir: str, *o
         "model.intermediate_dim": sizes["intermediate_size"],
         "model.rope_base": int(sizes["rope_theta"]),
         "dataset.path": data,
-        "dataset.partition": "null",
+        "dataset.partition": "0-0/1",
         "prompts_per_step": size.prompts,
         "max_prompt_tokens": size.prompt,
         "max_tokens_per_micro_batch": size.group * (size.prompt + size.response) // 2,
@@ -52,7 +52,11 @@ def recipe_step(args, model_dir: str, data: str, size: Size, output_dir: str, *o
         "generate._component_": "benchmarks.forced_length.ForcedLength",
         "generate.group_size": size.group,
         "generate.max_new_tokens": size.response,
-        "evaluation": "{}",
+        "evaluation.test.dataset.path": data,  # a token of one question: evaluation is not measured
+        "evaluation.test.dataset.split": "train",
+        "evaluation.test.dataset.limit": 1,
+        "evaluation.test.generate.max_new_tokens": 1,
+        "lr_scheduler.num_warmup_steps": 0,
         "metric_loggers": "[]",
         "checkpoints.keep_best": 0,
         "checkpoints.every_n_steps": 1000,
@@ -63,6 +67,7 @@ def recipe_step(args, model_dir: str, data: str, size: Size, output_dir: str, *o
     command += [f"{key}={value}" for key, value in settings.items()] + list(overrides)
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"TQDM_DISABLE": "1"})
     lines = [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "seconds/rollout" in line]
     phases = {key for key in lines[-1] if key.startswith("seconds/")}
     times = {key.removeprefix("seconds/"): fmean(line[key] for line in lines[1:]) for key in sorted(phases)}
     return {"step": fmean(b["time_s"] - a["time_s"] for a, b in pairwise(lines)), **times}
@@ -110,7 +115,7 @@ def measure(args, model_dir: str, data: str, size: Size, folder: Path) -> dict[s
     dense = recipe_step(args, model_dir, data, size, str(folder / "dense"))
     print("dense          " + _row(dense))
     shared = None
-    if importlib.util.find_spec("dev.shared_prefix"):
+    if (ROOT / "dev/shared_prefix").is_dir():
         shared = recipe_step(
             args, model_dir, data, size, str(folder / "shared"), f"logprobs._component_={SHARED_PREFIX}"
         )

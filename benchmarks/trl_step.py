@@ -13,6 +13,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 from torchtune_grpo.data import Prompt
 
+# transformers renamed it
+CHECKPOINTING = (
+    "activation_checkpointing" if hasattr(GRPOConfig, "activation_checkpointing") else "gradient_checkpointing"
+)
+
 
 class StepTimer(TrainerCallback):
     """Seconds from the begin of a step, its rollout included, to its end."""
@@ -43,7 +48,7 @@ def main() -> None:
         output_dir=output_dir,
         use_cpu=device == "cpu",
         bf16=False,
-        gradient_checkpointing=False,
+        **{CHECKPOINTING: False},
         per_device_train_batch_size=group,
         gradient_accumulation_steps=prompts,
         num_generations=group,
