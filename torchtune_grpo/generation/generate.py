@@ -19,6 +19,7 @@ from torchtune_grpo.generation.decoding import (
 )
 from torchtune_grpo.generation.kv_cache import LayerCache
 from torchtune_grpo.generation.linear import weights_first
+from torchtune_grpo.generation.rotary import rotations_shared
 from torchtune_grpo.generation.sampling import sample, uniforms
 from torchtune_grpo.layout import shift_left
 from torchtune_grpo.models.internals import attention_swapped
@@ -161,7 +162,7 @@ class Generate:
                 stop_ids=torch.tensor(batch.stop_ids, device=device),
                 in_step=in_step,
             )
-            with weights_first(model):
+            with weights_first(model), rotations_shared(model):
                 decoder.run(logits.repeat_interleave(self.group_size, dim=0))
         return done
 
