@@ -1,0 +1,1 @@
+"""Experiments that plug into the stable recipes through their YAML; see README.md."""
