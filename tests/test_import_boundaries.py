@@ -57,7 +57,8 @@ def test_private_torchtune_names_sit_in_one_module() -> None:
 
 
 def test_private_attributes_of_attention_are_used_in_one_module() -> None:
-    users = {path for path in sources("torchtune_grpo") + sources("recipes") if "_attention_call" in path.read_text()}
+    folders = ("torchtune_grpo", "recipes", "dev", "benchmarks")
+    users = {path for folder in folders for path in sources(folder) if "_attention_call" in path.read_text()}
     assert users == {PRIVATE_MODULE}
 
 
@@ -73,3 +74,12 @@ def test_project_names_no_machine_and_no_folder_outside_it() -> None:
         if path.is_file() and path.suffix in suffixes and path not in allowed and pattern.search(path.read_text())
     ]
     assert not wrong
+
+
+def test_dev_is_named_by_configs_alone() -> None:
+    pattern = re.compile(r"\bdev\.\w+\.|[\"']dev\.")
+    naming = {
+        path for folder in ("torchtune_grpo", "recipes") for path in sources(folder) if pattern.search(path.read_text())
+    }
+    assert not naming
+    assert any("_component_: dev." in path.read_text() for path in (ROOT / "configs").rglob("*.yaml"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.config import Component, ConfigError, component, instantiate
+from torchtune_grpo.config import Component, ConfigError, component, instantiate, locate
 from torchtune_grpo.data import Tokenizer
 from torchtune_grpo.models.weights import (
     check_weights,
@@ -131,8 +131,11 @@ def build_policy(cfg: RecipeConfig, ranks: Ranks, *, trainable: bool = True) -> 
 def check_model(cfg: RecipeConfig, tokenizer: Tokenizer, longest: int) -> None:
     """Holds the model against its weights, the tokenizer and the longest sequence, on meta: nothing is loaded.
 
+    A component at the top level of ``cfg`` whose class has a static ``check_model(model)`` is asked too.
+
     Raises:
-        ConfigError: other shapes, a vocabulary too small, or ``longest`` tokens beyond ``max_seq_len``.
+        ConfigError: other shapes, a vocabulary too small, ``longest`` tokens beyond ``max_seq_len``, or a component
+            that cannot work with the model.
     """
     with torch.device("meta"):
         model = instantiate(cfg.model)
@@ -146,6 +149,11 @@ def check_model(cfg: RecipeConfig, tokenizer: Tokenizer, longest: int) -> None:
         raise ConfigError(
             f"model.max_seq_len: got {model.max_seq_len}, expected at least {longest}, the longest prompt + completion"
         )
+    for node in vars(cfg).values():
+        if isinstance(node, Component):
+            refuse = getattr(locate(node["_component_"], node.path), "check_model", None)
+            if refuse is not None:
+                refuse(model)
     if cfg.weights is not None:
         check_weights(resolve_weights(cfg.weights), model)
 

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from tests.torchtune_grpo.distributed_helpers import run_ranks
-from torchtune_grpo.config import ConfigError, load
+from torchtune_grpo.config import Component, ConfigError, load, to_dict
 from torchtune_grpo.data import tiny_tokenizer
 from torchtune_grpo.models import tiny_llama
 from torchtune_grpo.models.weights import scratch_hf_config, write_hf_folder
@@ -276,3 +277,26 @@ def test_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     cfg.output_dir = str(tmp_path / "file")
     with pytest.raises(ConfigError, match="^output_dir: got"):
         make_output_dir(cfg, _ranks(1))
+
+
+class Refuses:
+    """A component that cannot work with a certain model."""
+
+    def __init__(self, max_layers: int) -> None:
+        raise AssertionError("only its class is asked")
+
+    @staticmethod
+    def check_model(model: nn.Module) -> None:
+        raise ConfigError(f"logprobs: refused {len(model.layers)} layers")
+
+
+@dataclass(kw_only=True)
+class _ConfigWithLogprobs(RecipeConfig):
+    logprobs: Component
+
+
+def test_check_model_asks_the_components_of_the_config() -> None:
+    node = {"_component_": f"{__name__}.Refuses", "max_layers": 2}
+    values = {**to_dict(_config()), "logprobs": node}
+    with pytest.raises(ConfigError, match="logprobs: refused 1 layers"):
+        check_model(load(OmegaConf.create(values), _ConfigWithLogprobs), TOKENIZER, longest=8)
