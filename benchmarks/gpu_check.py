@@ -1,7 +1,7 @@
 """Checks that need a GPU: ``python benchmarks/gpu_check.py`` from the root of the repository.
 
-On CUDA, generation's log-probabilities against a training forward (fp32 and bf16), completions against those of
-the CPU, and the tiny recipes end to end over NCCL on every GPU of the node. Prints one JSON object last; without
+On CUDA, generation's log-probabilities against a training forward (fp32 and bf16, with and without CUDA graphs),
+completions against those of the CPU, and the tiny recipes end to end over NCCL on every GPU of the node. Prints one JSON object last; without
 a GPU it says that nothing ran.
 """
 
@@ -40,11 +40,11 @@ def prompts(count: int) -> PromptBatch:
     )
 
 
-def rollout_on(device: str, dtype: torch.dtype) -> tuple[Rollout, float, float]:
+def rollout_on(device: str, dtype: torch.dtype, *, graphs: bool = False) -> tuple[Rollout, float, float]:
     """A rollout, the largest difference of its log-probabilities to a training forward, and tokens/s."""
     torch.manual_seed(0)
     model = tiny_llama(VOCAB).to(device, dtype)
-    generate = Generate(group_size=8, max_new_tokens=64)
+    generate = Generate(group_size=8, max_new_tokens=64, cuda_graphs=graphs)
     generate(model, prompts(16))  # warm-up
     start = time.perf_counter()
     rollout = generate(model, prompts(16))
@@ -92,12 +92,17 @@ def main() -> None:
         return
     cpu, cpu_difference, _ = rollout_on("cpu", torch.float32)
     result = {"ran": True, "gpu": torch.cuda.get_device_name(), "cpu_fp32_difference": cpu_difference}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        rollout, difference, rate = rollout_on("cuda", dtype)
+    for name, dtype, graphs in (
+        ("fp32", torch.float32, False),
+        ("fp32_graphs", torch.float32, True),
+        ("bf16", torch.bfloat16, False),
+        ("bf16_graphs", torch.bfloat16, True),
+    ):
+        rollout, difference, rate = rollout_on("cuda", dtype, graphs=graphs)
         result |= {f"{name}_difference": difference, f"{name}_tokens_per_second": rate}
-        if name == "fp32":
+        if dtype == torch.float32:
             same = rollout.tokens.shape == cpu.tokens.shape and bool((rollout.tokens.cpu() == cpu.tokens).all())
-            result["same_tokens_as_cpu"] = same
+            result[f"{name}_same_tokens_as_cpu"] = same
     with tempfile.TemporaryDirectory() as folder:
         result["recipes_ok"] = recipes_on_all_gpus(Path(folder))
     print(json.dumps(result))
