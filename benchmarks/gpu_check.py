@@ -1,8 +1,8 @@
 """Checks that need a GPU: ``python benchmarks/gpu_check.py`` from the root of the repository.
 
 On CUDA, generation's log-probabilities against a training forward (fp32 and bf16, with and without CUDA graphs),
-completions against those of the CPU, and the tiny recipes end to end over NCCL on every GPU of the node. Prints one JSON object last; without
-a GPU it says that nothing ran.
+completions against those of the CPU, and the tiny recipes end to end over NCCL on every GPU of the node. Prints one
+JSON object last; without a GPU it says that nothing ran.
 """
 
 import json
