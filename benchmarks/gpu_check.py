@@ -36,6 +36,7 @@ def prompts(count: int) -> PromptBatch:
         pad_id=PAD,
         stop_ids=(STOP,),
         answers=[""] * count,
+        solutions=[[]] * count,
         source=[""] * count,
     )
 
@@ -56,7 +57,7 @@ def rollout_on(device: str, dtype: torch.dtype, *, graphs: bool = False) -> tupl
 
 
 def recipes_on_all_gpus(folder: Path) -> bool:
-    """SFT, then GRPO for a few steps on every GPU of the node, bf16 compute."""
+    """SFT, then a few steps of GRPO and of distillation from both on every GPU of the node, bf16 compute."""
     tune = str(Path(sys.executable).with_name("tune"))
     ranks = str(torch.cuda.device_count())
     common = ["device=cuda", "dtype=bf16", "num_threads=4"]
@@ -67,9 +68,24 @@ def recipes_on_all_gpus(folder: Path) -> bool:
         "total_steps=3",
         f"prompts_per_step={4 * int(ranks)}",
     ]
+    opd = [
+        f"output_dir={folder}/opd",
+        f"weights={folder}/sft",
+        f"teachers.growth.weights={folder}/sft",
+        f"teachers.decline.weights={folder}/grpo",
+        "teachers.growth.dtype=bf16",
+        "teachers.decline.dtype=bf16",
+        "objective.payload.dtype=bf16",
+        "teacher_heads=offload",
+        f"tensor_parallel={2 if int(ranks) % 2 == 0 else 1}",
+        "total_steps=3",
+        "lr_scheduler.num_warmup_steps=0",
+        f"prompts_per_step={4 * int(ranks)}",
+    ]
     for recipe, config, overrides in (
         ("sft_warmup_distributed", "sft_warmup", sft),
         ("grpo_full_finetune_distributed", "grpo", grpo),
+        ("opd_full_finetune_distributed", "opd", opd),
     ):
         command = [
             tune,

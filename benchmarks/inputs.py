@@ -100,5 +100,6 @@ def make_batch(args: argparse.Namespace, size: Size, vocab_size: int) -> PromptB
         pad_id=0,
         stop_ids=(NO_STOP,),
         answers=[""] * size.prompts,
+        solutions=[[]] * size.prompts,
         source=[""] * size.prompts,
     )

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchtune_grpo.config import Component, component, instantiate, recipe_entry, to_dict
-from torchtune_grpo.evaluation import Evaluator, summarize_by_source
+from torchtune_grpo.evaluation import build_evaluator, summarize_by_source
 from torchtune_grpo.training.distributed import init_ranks, shut_down
 from torchtune_grpo.training.metrics import json_text
 from torchtune_grpo.training.progress import say
@@ -36,14 +36,12 @@ class EvaluateRecipe:
         cfg, ranks = self.cfg, self.ranks
         make_output_dir(cfg, ranks)
         self._tokenizer = instantiate(cfg.tokenizer)
-        tasks = {name: instantiate(node) for name, node in cfg.evaluation.items()}
-        self._evaluator = Evaluator(
-            tasks,
+        self._evaluator = build_evaluator(
+            cfg.evaluation,
             tokenizer=self._tokenizer,
             prompt=instantiate(cfg.prompt),
             score=instantiate(cfg.rewards),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            ranks=ranks,
         )
         check_model(cfg, self._tokenizer, self._evaluator.longest)
         self._model = build_policy(cfg, ranks, trainable=False)

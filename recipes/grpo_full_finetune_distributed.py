@@ -12,10 +12,10 @@ Left out: an inference engine of its own (the trained model itself samples), mul
 
 from dataclasses import dataclass
 
-from torchtune_grpo.config import Component, ConfigError, component, instantiate, recipe_entry
+from torchtune_grpo.config import Component, ConfigError, instantiate, recipe_entry
 from torchtune_grpo.data import PromptLoader
 from torchtune_grpo.dynamic_sampling import InformativeGroups
-from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.evaluation import build_evaluator
 from torchtune_grpo.microbatches import minibatches, split_in_step
 from torchtune_grpo.normalization import normalize
 from torchtune_grpo.old_logprobs import score
@@ -24,12 +24,11 @@ from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, s
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.training.reporting import Reporter, report_data
 from torchtune_grpo.training.setup import (
-    TrainingConfig,
+    RolloutConfig,
     build_policy,
     check_at_least,
     check_model,
     make_output_dir,
-    per_rank,
 )
 from torchtune_grpo.training.train_state import TrainState
 from torchtune_grpo.types import Rewards, Rollout, Trajectory
@@ -38,37 +37,16 @@ CONSOLE = ("reward", "success", "response_length", "entropy", "grad_norm", "toke
 
 
 @dataclass(kw_only=True)
-class Config(TrainingConfig):
-    """The recipe's own keys, beside those of ``TrainingConfig``."""
+class Config(RolloutConfig):
+    """The recipe's own keys, beside those of ``RolloutConfig``."""
 
-    prompts_per_step: int  # prompts of one rollout, over all ranks; each gets generate.group_size completions
-    max_prompt_tokens: int  # longer prompts are left out and counted
-    generate: Component
     max_sampling_rounds: int = 1  # > 1: dynamic sampling, further rollouts until enough groups have spread
     advantage: Component
-    trained_rows: Component
-    token_weights: Component
-    logprobs: Component = component(runtime=("temperature",))
-    old_logprobs: Component
     loss: Component
-    epochs_per_rollout: int = 1  # passes over a rollout
-    minibatches_per_epoch: int = 1  # optimizer steps in a pass
-    log_samples_every_n_steps: int = 10
-    num_logged_samples: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = ("max_sampling_rounds", "epochs_per_rollout", "minibatches_per_epoch", "log_samples_every_n_steps")
-        check_at_least(1, self, *counts)
-        if self.total_steps % self.updates_per_rollout:
-            raise ConfigError(
-                f"total_steps: got {self.total_steps}, expected a multiple of the {self.updates_per_rollout} optimizer "
-                "steps of a rollout (epochs_per_rollout * minibatches_per_epoch)"
-            )
-
-    @property
-    def updates_per_rollout(self) -> int:
-        return self.epochs_per_rollout * self.minibatches_per_epoch
+        check_at_least(1, self, "max_sampling_rounds")
 
 
 class GRPORecipe:
@@ -113,7 +91,7 @@ class GRPORecipe:
         self._logprobs_fn = instantiate(cfg.logprobs, temperature=self._generate.temperature)
         self._old_logprobs = instantiate(cfg.old_logprobs)
         self._loss_fn = instantiate(cfg.loss)
-        self._prompts_per_rank = per_rank(cfg.prompts_per_step, self.ranks, "prompts_per_step")
+        self._prompts_per_rank = cfg.prompts_per_rank(self.ranks)
         if not self._generate.on_policy:
             raise ConfigError(
                 "generate: got greedy or truncated sampling (temperature 0, top_k, top_p, min_p), expected none of "
@@ -123,11 +101,6 @@ class GRPORecipe:
             raise ConfigError(
                 f"generate.group_size: got {self._generate.group_size}, expected at least "
                 f"{self._advantage_fn.min_group_size}: `advantage` compares siblings"
-            )
-        if self._prompts_per_rank % cfg.minibatches_per_epoch:
-            raise ConfigError(
-                f"minibatches_per_epoch: got {cfg.minibatches_per_epoch}, expected a divisor of the "
-                f"{self._prompts_per_rank} prompts of a rank"
             )
 
     def _setup_data(self) -> None:
@@ -143,13 +116,12 @@ class GRPORecipe:
             world_size=ranks.world_size,
             seed=cfg.seed,
         )
-        self._evaluator = Evaluator(
-            {name: instantiate(node) for name, node in cfg.evaluation.items()},
+        self._evaluator = build_evaluator(
+            cfg.evaluation,
             tokenizer=self._tokenizer,
             prompt=self._prompt,
             score=self._score,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            ranks=ranks,
         )
         report_data(cfg, ranks, dataset, self._loader.dropped, self._evaluator)
 

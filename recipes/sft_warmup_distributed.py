@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torchtune_grpo.collectives import all_reduce
 from torchtune_grpo.config import instantiate, recipe_entry
 from torchtune_grpo.data import SFTBatch, SFTLoader
-from torchtune_grpo.evaluation import Evaluator
+from torchtune_grpo.evaluation import build_evaluator
 from torchtune_grpo.logprobs import FullSoftmaxHead, target_logprobs
 from torchtune_grpo.microbatches import plan_lengths_in_step
 from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
@@ -74,13 +74,12 @@ class SFTWarmupRecipe:
             world_size=ranks.world_size,
             seed=cfg.seed,
         )
-        self._evaluator = Evaluator(
-            {name: instantiate(node) for name, node in cfg.evaluation.items()},
+        self._evaluator = build_evaluator(
+            cfg.evaluation,
             tokenizer=self._tokenizer,
             prompt=self._prompt,
             score=instantiate(cfg.rewards),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            ranks=ranks,
         )
         report_data(cfg, ranks, dataset, self._loader.dropped, self._evaluator)
 

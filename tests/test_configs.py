@@ -96,7 +96,7 @@ def test_recipe_accepts_config_and_every_component_builds(path: Path, local_file
         if field.name == "lr_scheduler" and node is not None:
             wanted["optimizer"] = torch.optim.AdamW(runtime["params"])
         nodes = node if isinstance(node, list) else list(node.values()) if _is_mapping_of_nodes(node) else [node]
-        with torch.device("meta" if field.name == "model" else "cpu"):
+        with torch.device("meta" if field.name in ("model", "teachers") else "cpu"):
             for item in nodes:
                 if isinstance(item, Component):
                     assert instantiate(item, **wanted) is not None
@@ -108,12 +108,12 @@ def test_recipe_accepts_config_and_every_component_builds(path: Path, local_file
 def test_model_fits_tokenizer_and_longest_sequence(path: Path) -> None:
     cfg = OmegaConf.load(path)
     with torch.device("meta"):
-        model = instantiate(cfg.model)
+        models = [instantiate(cfg.model), *(instantiate(teacher).model for teacher in cfg.get("teachers", {}).values())]
     tasks = list(cfg.evaluation.values())
     longest = max(task.max_prompt_tokens + task.generate.max_new_tokens for task in tasks)
     if "generate" in cfg:
         longest = max(longest, cfg.max_prompt_tokens + cfg.generate.max_new_tokens)
-    assert longest <= model.max_seq_len
+    assert all(longest <= model.max_seq_len for model in models)
 
 
 def test_every_recipe_has_a_tiny_config() -> None:

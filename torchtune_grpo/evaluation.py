@@ -14,17 +14,26 @@ from typing import Any
 from torch import nn
 
 from torchtune_grpo.collectives import all_gather_objects
-from torchtune_grpo.config import ConfigError
+from torchtune_grpo.config import Component, ConfigError, instantiate
 from torchtune_grpo.data import Dataset, EvalLoader, Prompt, Tokenizer
 from torchtune_grpo.data.loader import DUMMY_ROW
 from torchtune_grpo.generation import Generate
 from torchtune_grpo.rewards import canonical_answer, parse_completion
 from torchtune_grpo.rollouts import SAMPLE_COLUMNS, ScoreFn, sample_row, score_rollout
+from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.progress import progress_bar
 
 SAMPLES_PER_TASK = 1
 
-__all__ = ["SAMPLE_COLUMNS", "EvaluationTask", "Evaluator", "RowResult", "summarize", "summarize_by_source"]
+__all__ = [
+    "SAMPLE_COLUMNS",
+    "EvaluationTask",
+    "Evaluator",
+    "RowResult",
+    "build_evaluator",
+    "summarize",
+    "summarize_by_source",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +170,20 @@ class Evaluator:
                     )
                 )
         return sorted((r for part in all_gather_objects(local) for r in part), key=lambda r: r.row)
+
+
+def build_evaluator(
+    tasks: Mapping[str, Component], *, tokenizer: Tokenizer, prompt: Prompt, score: ScoreFn, ranks: Ranks
+) -> Evaluator:
+    """The ``Evaluator`` of a recipe: ``tasks`` are the nodes under its key ``evaluation``."""
+    return Evaluator(
+        {name: instantiate(node) for name, node in tasks.items()},
+        tokenizer=tokenizer,
+        prompt=prompt,
+        score=score,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
 
 
 def summarize(results: Sequence[RowResult], ks: Sequence[int]) -> dict[str, float]:

@@ -74,17 +74,19 @@ class ConstantLength:
 class TrainedRows:
     """The trained tokens, bool ``[N, R]`` on the rollout's device: the response tokens of the rows kept.
 
-    Left out are the rows whose reward is NaN; with ``mask_truncated`` those cut off by the length limit
-    (DAPO's overlong filtering; their rewards still count in their group's statistics); with
-    ``drop_zero_variance`` whole groups whose judged rewards are all equal. Without that option such groups
-    have advantage 0, yet they stay in the normaliser's counts and a KL term of the loss still acts on them.
+    Left out are the rows whose reward is NaN, unless ``keep_unjudged`` (for losses that need no reward); with
+    ``mask_truncated`` those cut off by the length limit (DAPO's overlong filtering; their rewards still count in
+    their group's statistics); with ``drop_zero_variance`` whole groups whose judged rewards are all equal. Without
+    that option such groups have advantage 0, yet they stay in the normaliser's counts and a KL term of the loss still
+    acts on them.
     """
 
     mask_truncated: bool = False
     drop_zero_variance: bool = False
+    keep_unjudged: bool = False
 
     def __call__(self, rollout: Rollout, rewards: Rewards) -> Tensor:
-        kept = ~rewards.total.isnan()
+        kept = ~rewards.total.isnan() | self.keep_unjudged
         if self.mask_truncated:
             kept = kept & ~rollout.truncated.to(kept.device)
         if self.drop_zero_variance:

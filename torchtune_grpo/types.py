@@ -25,6 +25,7 @@ class PromptBatch:
     ``seeds [B]`` int64, the sampling seed of each prompt: all randomness of its completions comes from it,
     so a row does not depend on its neighbours and a resumed run needs no generator state.
     ``stop_ids`` end a completion; ``pad_id`` fills what follows (it may equal a stop id: masks come from lengths).
+    ``solutions``: ids of each prompt's worked solution, end token included, for what imitates instead of sampling.
     """
 
     tokens: Tensor
@@ -33,6 +34,7 @@ class PromptBatch:
     pad_id: int
     stop_ids: tuple[int, ...]
     answers: Sequence[str]
+    solutions: Sequence[Sequence[int]]
     source: Sequence[str]
 
     def __len__(self) -> int:
@@ -47,6 +49,7 @@ class PromptBatch:
             lengths=self.lengths[part],
             seeds=self.seeds[part],
             answers=self.answers[part],
+            solutions=self.solutions[part],
             source=self.source[part],
         )
 

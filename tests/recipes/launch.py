@@ -53,6 +53,17 @@ def small_config(name: str, folder: Path, **changes: Any) -> Path:
                 },
             },
         }
+    if name == "opd":
+        for part in (*cfg.dataset.datasets, *cfg.evaluation.heldout.dataset.datasets):
+            part.size = 40
+        small |= {
+            "prompts_per_step": 4,
+            "max_prompt_tokens": 34,
+            "total_steps": 4,
+            "max_tokens_per_micro_batch": 100,
+            "generate": {"max_new_tokens": 8},
+            "lr_scheduler": {"num_warmup_steps": 1},
+        }
     path = folder / f"{name}.yaml"
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.merge(cfg, small, changes), path)

@@ -73,6 +73,8 @@ def test_constant_length_refuses_less_than_one() -> None:
     ("component", "kept"),
     [
         (TrainedRows(), [T, T, T, T, T, F]),
+        (TrainedRows(keep_unjudged=True), [T, T, T, T, T, T]),
+        (TrainedRows(mask_truncated=True, keep_unjudged=True), [F, T, T, T, F, T]),
         (TrainedRows(mask_truncated=True), [F, T, T, T, F, F]),
         (TrainedRows(drop_zero_variance=True), [T, T, F, F, F, F]),
         (TrainedRows(mask_truncated=True, drop_zero_variance=True), [F, T, F, F, F, F]),

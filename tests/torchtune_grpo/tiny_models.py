@@ -117,6 +117,7 @@ def make_prompts(
         pad_id=pad_id,
         stop_ids=stop_ids,
         answers=[f"answer {i}" for i in range(len(prompts))],
+        solutions=[[]] * len(prompts),
         source=[f"source {i}" for i in range(len(prompts))],
     )
 

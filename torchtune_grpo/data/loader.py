@@ -94,6 +94,7 @@ class PromptLoader:
         self._rows, self.dropped = _encode_prompts(dataset, tokenizer, prompt, max_prompt_tokens)
         self._order = _EpochOrder(len(self._rows), batch_size=batch_size, rank=rank, world_size=world_size, seed=seed)
         self._tokenizer, self._first_place, self._seed = tokenizer, rank * batch_size, seed
+        self.sources = sorted({row.example.source for row in self._rows})
         self.steps_per_epoch = self._order.steps_per_epoch
 
     def batch(self, step: int) -> PromptBatch:
@@ -234,5 +235,6 @@ def _prompt_batch(rows: Sequence[_Row], seeds: Sequence[int], tokenizer: Tokeniz
         pad_id=tokenizer.pad_id,
         stop_ids=tokenizer.stop_ids,
         answers=[row.example.answer for row in rows],
+        solutions=[[*tokenizer.encode(row.example.solution), tokenizer.eos_id] for row in rows],
         source=[row.example.source for row in rows],
     )

@@ -10,6 +10,7 @@ paraphrase, distractors, division.
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -64,6 +65,9 @@ def tiny_dataset(
     seed: int = 0,
     worked_share: float = 0.3,
     operations: list[str] | None = None,
+    steps: list[int] | None = None,
+    largest_value: int = LARGEST_VALUE,
+    format_only: bool = False,
     source: str = "tiny",
 ) -> Dataset:
     """``size`` different problems of a split; the same arguments give the same rows everywhere.
@@ -77,29 +81,41 @@ def tiny_dataset(
         seed: which problems; splits stay disjoint across seeds.
         worked_share: share of worked solutions, 0 to 1.
         operations: the operations to use, default all of ``add``, ``subtract``, ``double``, ``triple``.
+        steps: the lengths of a chain, each as likely as the others, default 4 and 5.
+        largest_value: bound on the running value; a smaller one leaves fewer sums to be learnt.
+        format_only: every problem gets the solution of another one, so that only the format can be learnt.
         source: name that every row carries.
 
     Raises:
-        ConfigError: an unknown split or operation, a share outside 0..1, or more problems than there are.
+        ConfigError: an unknown split or operation, a share outside 0..1, a chain without a step, a bound below the
+            operands, or more problems than there are.
     """
-    chosen = tuple(OPERATIONS if operations is None else operations)
+    chosen, lengths = tuple(OPERATIONS if operations is None else operations), tuple(steps or STEPS)
     _check_arguments(split, size, worked_share, chosen)
+    if min(lengths) < 2 or largest_value < OPERANDS[-1]:
+        raise ConfigError(f"`steps` is {list(lengths)} and `largest_value` {largest_value}; expected >= 2 and >= 9")
     rng = random.Random(mix_seed(seed, list(SPLIT_BUCKETS).index(split)))
     examples: dict[str, Example] = {}
     for _ in range(size * _TRIES_PER_EXAMPLE):
         if len(examples) == size:
-            return Dataset(examples=list(examples.values()))
-        steps = _draw_chain(rng, chosen)
-        if not steps or _bucket(steps) not in SPLIT_BUCKETS[split]:
+            rows = list(examples.values())
+            return Dataset(examples=_misplaced(rows) if format_only else rows)
+        chain = _draw_chain(rng, chosen, lengths, largest_value)
+        if not chain or _bucket(chain) not in SPLIT_BUCKETS[split]:
             continue
-        question, answer = _story(rng, steps), str(steps[-1].after)
-        reasoning = " ".join(map(str, steps)) if rng.random() < worked_share else "?"
+        question, answer = _story(rng, chain), str(chain[-1].after)
+        reasoning = " ".join(map(str, chain)) if rng.random() < worked_share else "?"
         solution = completion_text(reasoning, answer)
         examples[question] = Example(question=question, answer=answer, solution=solution, source=source)
     raise ConfigError(
         f"`size` is {size}, but with `operations` {list(chosen)} the split {split!r} has only about "
         f"{len(examples)} problems: ask for fewer, or for more operations"
     )
+
+
+def _misplaced(rows: Sequence[Example]) -> list[Example]:
+    """Every question and gold answer with the solution of the row before."""
+    return [replace(row, solution=other.solution) for row, other in zip(rows, [rows[-1], *rows[:-1]], strict=True)]
 
 
 def _check_arguments(split: str, size: int, worked_share: float, operations: Sequence[str]) -> None:
@@ -113,12 +129,12 @@ def _check_arguments(split: str, size: int, worked_share: float, operations: Seq
         raise ConfigError(f"`operations` is {list(operations)}; expected some of {list(OPERATIONS)}")
 
 
-def _draw_chain(rng: random.Random, operations: Sequence[str]) -> list[Step]:
-    """A chain whose running values stay in 1..50; empty where it ran into a dead end."""
+def _draw_chain(rng: random.Random, operations: Sequence[str], lengths: Sequence[int], largest: int) -> list[Step]:
+    """A chain whose running values stay in 1..largest; empty where it ran into a dead end."""
     value = rng.choice(OPERANDS)
     steps: list[Step] = []
-    for _ in range(rng.choice(STEPS)):
-        possible = [moves for operation in operations if (moves := _moves(operation, value))]
+    for _ in range(rng.choice(lengths)):
+        possible = [moves for operation in operations if (moves := _moves(operation, value, largest))]
         if not possible:
             return []
         steps.append(rng.choice(rng.choice(possible)))
@@ -127,14 +143,14 @@ def _draw_chain(rng: random.Random, operations: Sequence[str]) -> list[Step]:
 
 
 @cache
-def _moves(operation: str, value: int) -> list[Step]:
+def _moves(operation: str, value: int, largest: int) -> list[Step]:
     """The steps of one operation that keep the running value within bounds."""
     if operation == "add":
-        return [Step(operation, value, n, value + n) for n in OPERANDS if value + n <= LARGEST_VALUE]
+        return [Step(operation, value, n, value + n) for n in OPERANDS if value + n <= largest]
     if operation == "subtract":
         return [Step(operation, value, n, value - n) for n in OPERANDS if value - n >= 1]
     factor = 2 if operation == "double" else 3
-    return [Step(operation, value, factor, value * factor)] if value * factor <= LARGEST_VALUE else []
+    return [Step(operation, value, factor, value * factor)] if value * factor <= largest else []
 
 
 def _bucket(steps: Sequence[Step]) -> int:

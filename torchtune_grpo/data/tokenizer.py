@@ -94,6 +94,11 @@ class Tokenizer:
             ids.append(self._tokenizer.token_to_id(text) if isinstance(text, str) else text)
         return [i for i in ids if i is not None and 0 <= i < self.vocab_size]
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id."""
+        return self._tokenizer.get_vocab()
+
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``; nothing is added. Special tokens written out in ``text`` count as such."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.models.internals import lm_head
+
 
 @contextmanager
 def weights_first(model: TransformerDecoder) -> Iterator[None]:
@@ -48,5 +50,4 @@ def head(model: TransformerDecoder, hidden: Tensor) -> Tensor:
     """Logits ``[n, V]`` of ``hidden [n, D]``, after ``model.norm``; in the order of ``weights_first`` on CPU."""
     if hidden.device.type != "cpu":
         return model.output(hidden)
-    weight = model.output.weight if isinstance(model.output, nn.Module) else model.output.tied_module.weight
-    return _weight_first(hidden, weight).contiguous()
+    return _weight_first(hidden, lm_head(model)).contiguous()

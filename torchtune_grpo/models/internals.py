@@ -28,6 +28,7 @@ __all__ = [
     "AttentionPattern",
     "attention_swapped",
     "forward_with_pattern",
+    "lm_head",
     "unembed_swapped",
 ]
 
@@ -135,3 +136,8 @@ def unembed_swapped(model: TransformerDecoder, unembed: Callable[[Tensor], Tenso
         yield
     finally:
         del model.unembed
+
+
+def lm_head(model: TransformerDecoder) -> Tensor:
+    """The LM head's weight ``[V, D]``, tied or not. Whole inside the model's forward, a shard of it elsewhere."""
+    return getattr(model.output, "tied_module", model.output).weight

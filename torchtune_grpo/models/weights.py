@@ -21,6 +21,7 @@ from torchtune_grpo.config import ConfigError
 from torchtune_grpo.models.qwen3 import NormedHeadsLinear, qwen3_hf_to_tune, qwen3_tune_to_hf
 
 TIED_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 MAX_SHARD_BYTES = 5 * 2**30
 
 
@@ -115,6 +116,16 @@ def read_weights(folder: str | Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return _convert(FAMILIES[config["model_type"]].from_hf, tensors, config)
+
+
+def read_lm_head(folder: str | Path, start: int, stop: int) -> Tensor:
+    """Rows ``start`` to ``stop`` of the LM head ``[V, D]``, on CPU, in the stored dtype; nothing else is read."""
+    name = EMBEDDING if read_hf_config(folder).get("tie_word_embeddings") else TIED_HEAD
+    for path in _safetensors(folder):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                return file.get_slice(name)[start:stop]
+    raise ConfigError(f"weights: got {folder} without {name}, expected the weight of its LM head")
 
 
 def write_hf_folder(

@@ -38,8 +38,8 @@ class MetricSums:
 
     def __init__(self) -> None:
         self._pairs: dict[str, Tensor] = {}
-        self._minima: dict[str, float] = {}
-        self._maxima: dict[str, float] = {}
+        self._minima: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a local sum and the number of things summed. Tensors stay on their device until ``reduce``."""
@@ -51,19 +51,22 @@ class MetricSums:
             self.add(name, total, count)
 
     def minimum(self, name: str, value: Tensor | float) -> None:
-        self._minima[name] = min(float(value), self._minima.get(name, math.inf))
+        value = _float64(value)
+        self._minima[name] = torch.minimum(value, self._minima.get(name, value))
 
     def maximum(self, name: str, value: Tensor | float) -> None:
-        self._maxima[name] = max(float(value), self._maxima.get(name, -math.inf))
+        value = _float64(value)
+        self._maxima[name] = torch.maximum(value, self._maxima.get(name, value))
 
     def reduce(self) -> dict[str, float]:
         """Global sum / count, minimum or maximum of every name that any rank added; then starts afresh.
 
-        A name whose global count is 0 is left out. Collective: one all-gather of Python objects on every
-        rank, whatever it added, names included: they need not agree.
+        A name whose global count is 0 is left out, and so is an extreme that is infinite. Collective: one all-gather
+        of Python objects on every rank, whatever it added, names included: they need not agree.
         """
         pairs = {name: pair.tolist() for name, pair in self._pairs.items()}
-        ranks = all_gather_objects((pairs, self._minima, self._maxima))
+        extremes = ({name: float(value) for name, value in part.items()} for part in (self._minima, self._maxima))
+        ranks = all_gather_objects((pairs, *extremes))
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for local, _, _ in ranks:
             for name, (total, count) in local.items():
@@ -73,6 +76,8 @@ class MetricSums:
         for kind, choose in ((1, min), (2, max)):
             for name in {name for rank in ranks for name in rank[kind]}:
                 result[name] = choose(rank[kind][name] for rank in ranks if name in rank[kind])
+                if math.isinf(result[name]):  # of nothing
+                    del result[name]
         self.__init__()
         return dict(sorted(result.items()))
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtune_grpo.config import to_dict, to_yaml
 from torchtune_grpo.data import Dataset, overlap
@@ -64,6 +64,13 @@ class Reporter:
     def add(self, metrics: Metrics) -> None:
         """Local (sum, count) pairs."""
         self._sums.add_all(metrics)
+
+    def add_extremes(self, minima: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> None:
+        """Local values whose least, or greatest, of all ranks and updates is to be written."""
+        for name, value in minima.items():
+            self._sums.minimum(name, value)
+        for name, value in maxima.items():
+            self._sums.maximum(name, value)
 
     def add_values(self, values: Mapping[str, float]) -> None:
         """Numbers averaged over ranks and over the updates since the last ``log``; of ``lr`` the last one stays."""

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import ClassVar, Literal
@@ -55,6 +56,15 @@ class RecipeConfig:
         if self.num_threads is not None:
             check_at_least(1, self, "num_threads")
 
+    @cached_property
+    def weights_folder(self) -> Path | None:
+        """The Hugging Face folder that ``weights`` means, None for none; decided once, whatever is saved meanwhile.
+
+        Raises:
+            ConfigError: there is no such folder.
+        """
+        return None if self.weights is None else resolve_weights(self.weights)
+
 
 @dataclass(kw_only=True)
 class TrainingConfig(RecipeConfig):
@@ -85,6 +95,46 @@ class TrainingConfig(RecipeConfig):
             raise ConfigError(f"checkpoints.best_metric: got {best!r}, expected an evaluation's metric: {names}")
 
 
+@dataclass(kw_only=True)
+class RolloutConfig(TrainingConfig):
+    """The further keys of recipes that train on completions of prompts, each rollout in one optimizer step or more."""
+
+    prompts_per_step: int  # prompts of one rollout, over all ranks; each gets generate.group_size completions
+    max_prompt_tokens: int  # longer prompts are left out and counted
+    generate: Component
+    trained_rows: Component
+    token_weights: Component
+    logprobs: Component = component(runtime=("temperature",))
+    old_logprobs: Component
+    epochs_per_rollout: int = 1  # passes over a rollout
+    minibatches_per_epoch: int = 1  # optimizer steps in a pass
+    log_samples_every_n_steps: int = 10
+    num_logged_samples: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, self, "epochs_per_rollout", "minibatches_per_epoch", "log_samples_every_n_steps")
+        if self.total_steps % self.updates_per_rollout:
+            raise ConfigError(
+                f"total_steps: got {self.total_steps}, expected a multiple of the {self.updates_per_rollout} optimizer "
+                "steps of a rollout (epochs_per_rollout * minibatches_per_epoch)"
+            )
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.epochs_per_rollout * self.minibatches_per_epoch
+
+    def prompts_per_rank(self, ranks: Ranks) -> int:
+        """Prompts of one rollout on each rank. Raises ConfigError unless they divide over ranks and mini-batches."""
+        prompts = per_rank(self.prompts_per_step, ranks, "prompts_per_step")
+        if prompts % self.minibatches_per_epoch:
+            raise ConfigError(
+                f"minibatches_per_epoch: got {self.minibatches_per_epoch}, expected a divisor of the {prompts} prompts "
+                "of a rank"
+            )
+        return prompts
+
+
 def make_output_dir(cfg: RecipeConfig, ranks: Ranks) -> None:
     """Makes the folder on rank 0, before any work is done. Raises ConfigError where it cannot be written to."""
     if not ranks.is_main:
@@ -111,8 +161,8 @@ def build_policy(cfg: RecipeConfig, ranks: Ranks, *, trainable: bool = True) -> 
     """
 
     def initial_state() -> Mapping[str, Tensor]:
-        if cfg.weights is not None:
-            return read_weights(resolve_weights(cfg.weights))
+        if cfg.weights_folder is not None:
+            return read_weights(cfg.weights_folder)
         torch.manual_seed(cfg.seed)
         return instantiate(cfg.model).state_dict()
 
@@ -154,8 +204,8 @@ def check_model(cfg: RecipeConfig, tokenizer: Tokenizer, longest: int) -> None:
             refuse = getattr(locate(node["_component_"], node.path), "check_model", None)
             if refuse is not None:
                 refuse(model)
-    if cfg.weights is not None:
-        check_weights(resolve_weights(cfg.weights), model)
+    if cfg.weights_folder is not None:
+        check_weights(cfg.weights_folder, model)
 
 
 def per_rank(total: int, ranks: Ranks, key: str) -> int:
@@ -172,8 +222,8 @@ def hf_exporter(
 
     Collective: gathers every parameter; rank 0 writes.
     """
-    if cfg.weights is not None:
-        hf_config = read_hf_config(resolve_weights(cfg.weights))
+    if cfg.weights_folder is not None:
+        hf_config = read_hf_config(cfg.weights_folder)
     else:
         hf_config = scratch_hf_config(model, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
 

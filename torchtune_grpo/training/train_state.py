@@ -10,7 +10,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config import ConfigError, instantiate, to_dict
 from torchtune_grpo.data import Tokenizer
-from torchtune_grpo.training.checkpoints import CheckpointManager, read_state, resolve_weights
+from torchtune_grpo.training.checkpoints import CheckpointManager, read_state
 from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.progress import say
 from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_exporter
@@ -18,9 +18,10 @@ from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_expor
 MAY_CHANGE = frozenset(
     "output_dir resume total_steps device num_threads dp_replicate activation_checkpointing compile "
     "max_tokens_per_micro_batch evaluation evaluate_every_n_steps checkpoints metric_loggers log_every_n_steps "
-    "log_samples_every_n_steps num_logged_samples".split()
+    "log_samples_every_n_steps num_logged_samples teachers teacher_heads tensor_parallel".split()
 )
-"""Keys that a resumed run may change: they say how and how long to run, not which run it is."""
+"""Keys that a resumed run may change: they say how and how long to run, not which run it is. Which checkpoints the
+``teachers`` are is held against a saved list of its own."""
 
 
 class TrainState:
@@ -48,8 +49,8 @@ class TrainState:
         if resume_from is not None:
             check_resumed_config(read_state(resume_from)["config"], to_dict(cfg), resume_from)
         self._resume_from = resume_from
-        if ranks.is_main and cfg.weights is not None:
-            say(f"weights from {resolve_weights(cfg.weights)}")  # which of a run's checkpoints it is
+        if ranks.is_main and cfg.weights_folder is not None:
+            say(f"weights from {cfg.weights_folder}")  # which of a run's checkpoints it is
         torch.manual_seed(cfg.seed + ranks.rank)
         self._cfg, self._is_main = cfg, ranks.is_main
         self.checkpoints = checkpoints

@@ -98,6 +98,17 @@ def test_prompt_batch_holds_the_prompts_of_its_answers():
         assert source == ("even" if n % 2 == 0 else "odd")
 
 
+def test_prompt_batch_brings_the_worked_solutions_with_their_end_token():
+    batch = prompt_loader([3, 4, 1]).batch(0)
+    expected = [[*TOKENIZER.encode(f" ? </think> <answer> {n} </answer>"), TOKENIZER.eos_id] for n in batch.answers]
+    assert batch.solutions == expected
+
+
+def test_prompt_loader_names_the_sources_of_its_usable_rows():
+    assert prompt_loader([3, 4, 1]).sources == ["even", "odd"]
+    assert prompt_loader([3, 4, 1], limit=TEMPLATE_TOKENS + 3).sources == ["odd"]
+
+
 def test_prompt_loader_gives_each_row_once_an_epoch_and_shuffles_the_next_anew():
     loader = prompt_loader(range(1, 13))
     assert loader.steps_per_epoch == 6

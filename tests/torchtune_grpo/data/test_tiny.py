@@ -82,6 +82,23 @@ def test_tiny_dataset_uses_only_the_operations_asked_for():
     assert set(re.findall(r"[-+*]\d", reasoning)) == {"*3", *(f"-{n}" for n in range(2, 10))}
 
 
+def test_tiny_dataset_makes_chains_of_the_lengths_asked_for():
+    solutions = [e.solution for e in tiny_dataset("train", 200, worked_share=1.0, steps=[2, 3]).examples]
+    assert {solution.count("=") for solution in solutions} == {2, 3}
+
+
+def test_tiny_dataset_keeps_running_values_below_the_bound_asked_for():
+    examples = tiny_dataset("train", 200, worked_share=1.0, largest_value=20).examples
+    values = [int(v) for e in examples for v in re.findall(r"\d+", e.solution)]
+    assert max(values) == 20
+
+
+def test_tiny_dataset_of_the_format_only_moves_each_solution_to_another_problem():
+    right, moved = (tiny_dataset("sft", 50, worked_share=1.0, format_only=only).examples for only in (False, True))
+    assert [e.solution for e in moved] == [right[-1].solution, *(e.solution for e in right[:-1])]
+    assert [(e.question, e.answer) for e in moved] == [(e.question, e.answer) for e in right]
+
+
 def test_tiny_dataset_refuses_more_problems_than_the_operations_have():
     with pytest.raises(ConfigError, match="size.*operations"):
         tiny_dataset("test", 20, operations=["triple"])
@@ -89,7 +106,15 @@ def test_tiny_dataset_refuses_more_problems_than_the_operations_have():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("split", "dev"), ("size", 0), ("worked_share", 1.5), ("operations", ["divide"]), ("operations", [])],
+    [
+        ("split", "dev"),
+        ("size", 0),
+        ("worked_share", 1.5),
+        ("operations", ["divide"]),
+        ("operations", []),
+        ("steps", [1]),
+        ("largest_value", 8),
+    ],
 )
 def test_tiny_dataset_names_the_key_that_is_wrong(key, value):
     with pytest.raises(ConfigError, match=key):

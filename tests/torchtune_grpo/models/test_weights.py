@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from tests.torchtune_grpo.tiny_models import make_model
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.models import qwen3, tiny_llama, weights
-from torchtune_grpo.models.weights import check_weights, read_weights, scratch_hf_config, write_hf_folder
+from torchtune_grpo.models.weights import check_weights, read_lm_head, read_weights, scratch_hf_config, write_hf_folder
 
 TOKENS = torch.tensor([[1, 5, 9, 2, 2, 17, 0, 30], [3, 3, 8, 1, 29, 4, 6, 7]])
 VOCAB = 31
@@ -97,6 +97,13 @@ def test_folder_of_transformers_loads_with_equal_logits(name: str, tmp_path: Pat
     check_weights(_save(name, tmp_path), model)
     model.load_state_dict(read_weights(tmp_path))
     assert _difference(model, _hf_model(name)) < 1e-5
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_read_lm_head_gives_the_rows_that_make_the_logits(name: str, tmp_path: Path) -> None:
+    hf = _hf_model(name)
+    hf.save_pretrained(tmp_path)
+    assert torch.equal(read_lm_head(tmp_path, 5, 9), hf.lm_head.weight.detach()[5:9])
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -39,6 +39,15 @@ def test_reduce_starts_afresh():
     assert sums.reduce() == {"loss": 1.0}
 
 
+def test_reduce_leaves_out_the_extremes_of_nothing():
+    sums = MetricSums()
+    for value in (torch.tensor(math.inf), torch.tensor(2.5), 4.0):
+        sums.minimum("least", value)
+        sums.maximum("greatest", -value)
+    sums.minimum("of_nothing", math.inf)
+    assert sums.reduce() == {"least": 2.5, "greatest": -2.5}
+
+
 def test_add_keeps_a_float32_sum_to_float64_precision():
     sums = MetricSums()
     sums.add("tokens", torch.tensor(2.0**24), 1)

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,21 @@ def test_check_model_refuses_weights_of_another_model(weights: Path, tmp_path: P
         check_model(_config(weights, intermediate_dim=28), TOKENIZER, longest=32)
     with pytest.raises(ConfigError, match="weights: .*no folder"):
         check_model(_config(tmp_path / "absent"), TOKENIZER, longest=32)
+
+
+def test_weights_are_resolved_once_whatever_is_saved_meanwhile(weights: Path, tmp_path: Path) -> None:
+    def checkpoint(step: int) -> Path:
+        folder = tmp_path / f"run/checkpoints/step_{step:08d}"
+        shutil.copytree(weights, folder / "hf")
+        (folder / "state.json").write_text("{}")
+        return folder / "hf"
+
+    first = checkpoint(1)
+    cfg = _config(tmp_path / "run")
+    assert cfg.weights_folder == first
+    checkpoint(2)
+    assert cfg.weights_folder == first
+    assert _config().weights_folder is None
 
 
 def test_per_rank_divides() -> None:
