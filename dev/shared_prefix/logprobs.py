@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
@@ -20,7 +21,8 @@ class SharedPrefixLogprobs:
 
     A ``LogprobsFn``: the policy's forward, reference and recomputed old log-probabilities alike. Norms, projections and
     MLPs run on the compact tokens ``[1, T]`` of ``compact_layout``, attention on ``backend``, the head at the
-    positions that predict a response token. ``temperature`` is that of sampling. Padding is not computed at all.
+    positions that predict a response token, row after row. ``temperature`` is that of sampling. Padding is not
+    computed at all.
 
     Collectives: those of the model's forward (FSDP all-gathers), the same on every rank.
 
@@ -47,14 +49,16 @@ class SharedPrefixLogprobs:
         layout = layout.on(rollout.tokens.device)
         padding = rollout.prompt_width - rollout.prompt_lengths
         ids = rollout.tokens[layout.token_rows, padding[layout.token_rows] + layout.positions]
+        order = _row_order(layout, rollout)
+        predictors, targets = layout.predictors[order], ids[layout.targets[order]]
 
         def unembed(hidden: Tensor) -> Tensor:
-            predictors = gather_rows(hidden[0], layout.predictors)
-            return self.head(model, model.norm(predictors), ids[layout.targets], self.temperature)
+            return self.head(model, model.norm(gather_rows(hidden[0], predictors)), targets, self.temperature)
 
         with unembed_swapped(model, unembed):
             logprobs = forward_with_pattern(model, ids[None], layout.positions[None], self.backend(layout))
-        return _by_row(logprobs, layout, rollout)
+        mask = rollout.response_mask
+        return torch.zeros_like(mask, dtype=logprobs.dtype).masked_scatter(mask, logprobs)
 
 
 def layout_of(rollout: Rollout) -> CompactLayout:
@@ -62,9 +66,7 @@ def layout_of(rollout: Rollout) -> CompactLayout:
     return compact_layout(rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), rollout.groups.tolist())
 
 
-def _by_row(logprobs: Tensor, layout: CompactLayout, rollout: Rollout) -> Tensor:
-    """``[E]`` in compact order -> ``[N, R]``, 0 outside the response mask."""
-    shape = rollout.response_mask.shape
+def _row_order(layout: CompactLayout, rollout: Rollout) -> Tensor:
+    """The order ``[E]`` in which the layout's response tokens come row after row: that in which a head expects them."""
     rows = layout.token_rows[layout.targets]
-    columns = layout.positions[layout.targets] - rollout.prompt_lengths[rows]
-    return logprobs.new_zeros(shape.numel()).index_copy(0, rows * shape[1] + columns, logprobs).view(shape)
+    return (rows * rollout.tokens.shape[1] + layout.positions[layout.targets]).argsort()

@@ -181,18 +181,21 @@ def test_padding_and_old_logprobs_have_no_effect() -> None:
 @dataclass(frozen=True, kw_only=True)
 class _CountingHead:
     seen: list[int]
+    targets: list[int]
 
     def __call__(self, model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         self.seen.append(len(hidden))
+        self.targets.extend(targets.tolist())
         return FullSoftmaxHead()(model, hidden, targets, temperature)
 
 
-def test_model_runs_on_the_compact_tokens_and_the_head_on_response_tokens() -> None:
-    seen: list[int] = []
-    model = make_model("mha")
-    model.layers[0].mlp.register_forward_hook(lambda module, arguments, output: seen.append(output.shape[1]))
-    SharedPrefixLogprobs(head=_CountingHead(seen=seen))(model, shared_rollout([3, 2, 3, 2], [2, 3, 1, 2], [7, 9, 7, 9]))
-    assert seen == [13, 8]
+def test_model_runs_on_the_compact_tokens_and_the_head_on_response_tokens_row_after_row() -> None:
+    head = _CountingHead(seen=[], targets=[])
+    model, rollout = make_model("mha"), shared_rollout([3, 2, 3, 2], [2, 3, 1, 2], [7, 9, 7, 9])
+    model.layers[0].mlp.register_forward_hook(lambda module, arguments, output: head.seen.append(output.shape[1]))
+    SharedPrefixLogprobs(head=head)(model, rollout)
+    assert head.seen == [13, 8]
+    assert head.targets == rollout.responses[rollout.response_mask].tolist()
 
 
 def test_more_compact_tokens_than_positions_are_no_fault() -> None:
