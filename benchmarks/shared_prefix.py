@@ -24,6 +24,7 @@ from memory import peak_bytes, peak_resident_bytes
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `dev` is used from the checkout
 from dev.shared_prefix import FlexBackend, SDPABackend, SharedPrefixLogprobs, VarlenBackend
 from torchtune_grpo.data import Tokenizer
 from torchtune_grpo.logprobs import DenseLogprobs

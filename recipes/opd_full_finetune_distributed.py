@@ -6,8 +6,8 @@ Launch from the root of the repository, on any number of ranks:
 
 The loop is that of GRPO with teachers in the place of rewards. What the student learns from them is the component
 ``objective``: ``SampledToken`` (an advantage a token, any policy loss) or ``FullVocabulary`` (an exact divergence).
-``generate: torchtune_grpo.distillation.GivenCompletions`` learns from the data's worked solutions instead of the
-student's own completions; all else stays.
+The ``generate`` component ``torchtune_grpo.distillation.GivenCompletions`` learns from the data's worked solutions
+instead of the student's own completions; all else stays.
 
 Left out: teachers over another tokenizer, teachers on machines of their own.
 """
@@ -44,7 +44,7 @@ class Config(RolloutConfig):
 
     teachers: dict[str, Component]  # alias -> Teacher
     routing: Component | None  # data sources -> aliases; null: the one teacher judges every row
-    teacher_heads: Literal["keep", "offload", "evict"] = "keep"  # LM heads between updates: on device, in CPU, nowhere
+    teacher_heads: Literal["keep", "offload", "evict"] = "keep"  # LM heads between rollouts: on device, in CPU, nowhere
     tensor_parallel: int = 1  # ranks that share each LM head, a slice of the vocabulary each
     objective: Component
 

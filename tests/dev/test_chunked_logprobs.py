@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -135,39 +135,65 @@ def test_no_rows_give_no_logprobs_and_zero_gradients(method: Callable[..., Tenso
         assert [g.shape for g in gradients] == [hidden.shape, weight.shape] and not gradients[1].any()
 
 
-def test_fused_skips_the_gradient_of_a_frozen_head() -> None:
-    hidden, weight, targets = _inputs()
-    expected = _dense(hidden, weight, targets, 1.0)[1]
-    frozen = weight.detach()
-    (actual,) = _values_and_gradients(fused_logprobs(hidden, frozen, targets, 1.0, 4), hidden)[1:]
-    torch.testing.assert_close(actual, expected)
+def _peak(
+    fn: Callable[..., Tensor], *inputs: Tensor, chunk_size: int | None, wanted: Sequence[Tensor] | None = None
+) -> int:
+    """Bytes above the inputs in forward and in backward to ``wanted`` (None: all inputs; empty: forward alone)."""
+    targets = torch.zeros(len(inputs[0]), dtype=torch.int64)
+    wanted = inputs if wanted is None else wanted
+
+    def run() -> object:
+        with torch.set_grad_enabled(bool(wanted)):
+            logprobs = fn(*inputs, targets, 0.5, chunk_size)
+        return torch.autograd.grad(logprobs.sum(), wanted) if wanted else logprobs
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # each thread of a kernel has scratch space of its own
+    try:
+        return peak_bytes(run, "cpu")
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _peak(fn: Callable[..., Tensor], dtype: torch.dtype, *shapes: tuple[int, int], chunk_size: int | None) -> int:
-    """Bytes above the inputs in forward and backward."""
-    inputs = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-    targets = torch.zeros(shapes[0][0], dtype=torch.int64)
-    return peak_bytes(lambda: torch.autograd.grad(fn(*inputs, targets, 0.5, chunk_size).sum(), inputs), "cpu")
+def _zeros(*shapes: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)])
+DTYPES = pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)])
+
+
+@DTYPES
 @pytest.mark.parametrize("chunk_size", [8, 100, None])
 def test_chunked_peaks_at_one_gradient_and_one_chunk_or_two_chunks(
     dtype: torch.dtype, width: int, chunk_size: int | None
 ) -> None:
     rows, vocab = 128, 4096
-    peak = _peak(chunked_logprobs, dtype, (rows, vocab), chunk_size=chunk_size)
-    buffer, chunk = rows * vocab * width, (chunk_size or rows) * vocab * 4
-    assert buffer < peak <= max(buffer + chunk, 2 * chunk) + 64 * rows
+    (logits,) = _zeros((rows, vocab), dtype=dtype)
+    buffer, chunk, vectors = rows * vocab * width, (chunk_size or rows) * vocab * 4, 64 * rows
+    assert buffer < _peak(chunked_logprobs, logits, chunk_size=chunk_size) <= max(buffer + chunk, 2 * chunk) + vectors
+    assert _peak(chunked_logprobs, logits, chunk_size=chunk_size, wanted=[]) <= 2 * chunk + vectors
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)])
+@DTYPES
 def test_fused_never_holds_the_logits(dtype: torch.dtype, width: int) -> None:
     rows, vocab, dim, columns = 1024, 8192, 16, 64
-    peak = _peak(fused_logprobs, dtype, (rows, dim), (vocab, dim), chunk_size=columns)
-    gradient_of_weight, sum_of_hidden = vocab * dim * width, rows * dim * 4
+    hidden, weight = _zeros((rows, dim), (vocab, dim), dtype=dtype)
     block = rows * columns * (width + 2)  # and a quarter of it in fp32, twice while its log-softmax is taken
-    assert peak <= gradient_of_weight + sum_of_hidden + block + 64 * rows
+    vectors = 64 * rows
+    sum_of_hidden, gradient_of_weight = rows * dim * 4, vocab * dim * width
+    peak = _peak(fused_logprobs, hidden, weight, chunk_size=columns)
+    assert peak <= gradient_of_weight + sum_of_hidden + block + vectors
+    assert _peak(fused_logprobs, hidden, weight, chunk_size=columns, wanted=[]) <= block + vectors
+
+
+def test_fused_makes_no_gradient_of_a_frozen_head() -> None:
+    hidden, weight, targets = _inputs()
+    expected = _dense(hidden, weight, targets, 1.0)[1]
+    (actual,) = _values_and_gradients(fused_logprobs(hidden, weight.detach(), targets, 1.0, 4), hidden)[1:]
+    torch.testing.assert_close(actual, expected)
+    hidden, weight = _zeros((8, 64), (4096, 64), dtype=torch.float32)
+    peak = _peak(fused_logprobs, hidden, weight.detach(), chunk_size=256, wanted=[hidden])
+    assert peak < weight.nbytes / 4
 
 
 def _rollout(rank: int = 0) -> Rollout:

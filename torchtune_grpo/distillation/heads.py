@@ -1,7 +1,7 @@
 """The teachers' LM heads as the student's side needs them: one slice ``[V / tp, D]`` a teacher, apart from the models.
 
-``keep`` leaves them on the device; ``offload`` keeps a copy in CPU memory and moves it over once an update; ``evict``
-keeps nothing and reads each from its checkpoint once an update.
+``keep`` leaves them on the device; ``offload`` keeps a copy in CPU memory and moves it over once a rollout; ``evict``
+keeps nothing and reads each from its checkpoint once a rollout.
 """
 
 from collections.abc import Sequence

@@ -62,7 +62,8 @@ def next_logits(
             return model(tokens, mask=tokens, input_pos=positions)
         hidden = model.tok_embeddings(tokens)
         for layer in model.layers:
-            hidden = layer.forward(hidden, mask=tokens, input_pos=positions)
+            inner = getattr(layer, "_checkpoint_wrapped_module", layer)  # checkpointing reads the generator's state
+            hidden = inner.forward(hidden, mask=tokens, input_pos=positions)
         return model.unembed(hidden)
 
 
@@ -187,6 +188,8 @@ class Decoder:
 
     def _sample(self, logits: Tensor, step: int) -> Tensor:
         ids, logprobs = self._draw(logits, self._noise[self._rows, step])
+        if not bool(logprobs.isfinite().all()):
+            raise FloatingPointError("rollout: the policy's logits are not finite; its weights or its dtype overflowed")
         alive = self._done.goes_on(self._rows)
         self._done.add(self._rows[alive], step, ids[alive], logprobs[alive], self._stop_ids)
         return ids

@@ -38,8 +38,8 @@ class Generate:
     prompt then leaves its completions fewer than ``max_new_tokens``.
 
     ``max_cached_tokens``: keys and values of at most so many tokens are held at once (null = of the whole batch),
-    counting each prompt once and ``group_size`` completions at their limit. A batch that needs more is sampled in
-    parts of whole groups, at least one, one part after the other; what is sampled stays the same.
+    counting each prompt once and ``group_size`` completions at their limit, padding included. A batch that needs more
+    is sampled in parts of whole groups, at least one, one part after the other; what is sampled stays the same.
 
     ``gather_parameters`` true: parameters are gathered once and each rank decodes at its own pace (needs a full
     copy of the weights in memory). False: they stay sharded, every forward gathers them layer by layer, and ranks
@@ -110,8 +110,8 @@ class Generate:
         count = all_reduce(torch.tensor(len(parts)), torch.distributed.ReduceOp.MAX) if in_step else len(parts)
         idle = int(count) - len(parts)  # a rank with fewer parts samples its last one again, for the others' sake
         gathered = parameters_gathered(model) if sharded and self.gather_parameters else nullcontext()
-        eager = torch.compiler.set_stance("force_eager")  # shapes change at every token
-        with evaluation_mode(model), gathered, eager:
+        # Eager, since shapes change at every token; entered first, for it holds from its construction.
+        with torch.compiler.set_stance("force_eager"), evaluation_mode(model), gathered:
             sampled = [self._sample(model, part, n.to(device), in_step) for part, n in parts + [parts[-1]] * idle]
         return self._rollout(batch, sampled[: len(parts)])
 
@@ -122,23 +122,23 @@ class Generate:
             room = (self.max_total_tokens - batch.lengths.cpu()).repeat_interleave(self.group_size)
             limits = limits.minimum(room)
         if row_limits is not None:
-            limits = limits.minimum(row_limits)
+            assert row_limits.shape == limits.shape, f"row_limits: got {tuple(row_limits.shape)}, expected one a row"
+            limits = limits.minimum(row_limits.cpu())
         if limits.min() < 1:
             raise ValueError(f"a completion may have {int(limits.min())} tokens, expected at least 1 for every row")
         return limits
 
     def _split(self, batch: PromptBatch, limits: Tensor) -> list[tuple[PromptBatch, Tensor]]:
         """Whole groups with their limits, in order, as many at once as ``max_cached_tokens`` allows."""
-        costs = batch.lengths.cpu() + limits.view(len(batch), -1).sum(dim=1)
-        budget = int(costs.sum()) if self.max_cached_tokens is None else self.max_cached_tokens
-        ends, used = [], 0
-        for i, cost in enumerate(costs.tolist()):
-            if used and used + cost > budget:
-                ends.append(i)
-                used = 0
-            used += cost
-        bounds = [0, *ends, len(batch)]
         size = self.group_size
+        prompts, longest = batch.lengths.tolist(), limits.view(-1, size).amax(dim=1).tolist()
+        bounds = [0]
+        for i in range(1, len(batch)) if self.max_cached_tokens is not None else ():
+            part = slice(bounds[-1], i + 1)
+            held = (i + 1 - bounds[-1]) * (max(prompts[part]) + size * max(longest[part]))  # the caches are rectangles
+            if held > self.max_cached_tokens:
+                bounds.append(i)
+        bounds.append(len(batch))
         return [(batch.rows(a, b), limits[a * size : b * size]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
     def _sample(self, model: TransformerDecoder, batch: PromptBatch, limits: Tensor, in_step: bool) -> Completions:
@@ -148,7 +148,8 @@ class Generate:
         width = int(lengths.max())
         tokens = shift_left(batch.tokens.to(device), padding)[:, :width]
         done = Completions(limits, self.max_new_tokens, pad_id=batch.pad_id)
-        with torch.inference_mode(not in_step), attention_swapped(model, LayerCache) as caches:
+        inference = nullcontext() if in_step else torch.inference_mode()  # FSDP's own tensors must stay ordinary ones
+        with inference, attention_swapped(model, LayerCache) as caches:
             logits = prefill(model, tokens, lengths, whole=not in_step)
             decoder = Decoder(
                 GraphedStep(model) if self.cuda_graphs else EagerStep(model, whole=not in_step),
@@ -159,7 +160,7 @@ class Generate:
                 draw=partial(
                     sample, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
                 ),
-                stop_ids=torch.tensor(batch.stop_ids, device=device),
+                stop_ids=torch.tensor(batch.stop_ids, dtype=torch.int64, device=device),
                 in_step=in_step,
             )
             with weights_first(model), rotations_shared(model):

@@ -127,7 +127,8 @@ class LayerCache:
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.layout is None:
-            self.prompt_k, self.prompt_v = k, v
+            # torchtune hands over a transposed view, which every token of every layer would copy
+            self.prompt_k, self.prompt_v = k.contiguous(), v.contiguous()
         else:
             self._append(self.k, k[:, :, 0])
             self._append(self.v, v[:, :, 0])

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torchtune.modules import TransformerDecoder
+from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_grpo.models.internals import lm_head
 
@@ -48,6 +48,8 @@ def _weight_first(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def head(model: TransformerDecoder, hidden: Tensor) -> Tensor:
     """Logits ``[n, V]`` of ``hidden [n, D]``, after ``model.norm``; in the order of ``weights_first`` on CPU."""
-    if hidden.device.type != "cpu":
-        return model.output(hidden)
+    output = model.output
+    plain = isinstance(output, TiedLinear) or (type(output) is nn.Linear and output.bias is None)
+    if hidden.device.type != "cpu" or not plain:
+        return output(hidden)
     return _weight_first(hidden, lm_head(model)).contiguous()

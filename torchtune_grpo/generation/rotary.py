@@ -32,7 +32,7 @@ class _Rotation:
     """``table [max_seq_len, h / 2, 2]`` fp32: cos and sin."""
 
     def __init__(self, table: Tensor) -> None:
-        self._table = torch.view_as_complex(table)
+        self._table = torch.view_as_complex(table.float().contiguous())
         self._positions: Tensor | None = None
 
     def __call__(self, x: Tensor, *, input_pos: Tensor) -> Tensor:

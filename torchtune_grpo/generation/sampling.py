@@ -60,14 +60,15 @@ def inverse_transform(weights: Tensor, uniform: Tensor) -> Tensor:
     block, rest = _search(blocks, uniform.double())
     places = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
     inside = weights.gather(1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0.0)
-    return block * BLOCK + _search(inside, rest)[0]
+    return (block * BLOCK + _search(inside, rest)[0]).clamp(max=vocabulary - 1)
 
 
 def _search(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     """Where ``fraction [n]`` (< 1) of each row's sum falls, and which fraction of that entry's weight lies before."""
     cdf = weights.cumsum(dim=-1, dtype=torch.float64)
     target = fraction * cdf[:, -1]  # below the sum: a fraction of at most 1 - 2**-53 rounds down
-    index = torch.searchsorted(cdf, target[:, None], right=True)
+    # Clamped for sums that are NaN: the caller sees a log-probability that is not finite.
+    index = torch.searchsorted(cdf, target[:, None], right=True).clamp(max=weights.shape[1] - 1)
     mass = weights.gather(1, index).double()
     before = cdf.gather(1, index) - mass
     rest = ((target[:, None] - before) / mass).clamp(0.0, BELOW_ONE)

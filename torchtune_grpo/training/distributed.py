@@ -165,10 +165,10 @@ def parameters_gathered(model: nn.Module) -> Iterator[None]:
     Collective at entry (one all-gather a unit). Memory: a full copy of the parameters in the compute dtype.
     """
     units = fsdp_modules(model)
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.unshard()
     try:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
         yield
     finally:
         for unit in units:

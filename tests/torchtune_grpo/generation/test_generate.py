@@ -202,6 +202,7 @@ def test_model_is_restored_after_an_error(failing_forward: int) -> None:
     handle.remove()
     attention = model.layers[0].attn
     assert attention.kv_cache is None and not attention.cache_enabled
+    assert not any("forward" in vars(module) for module in model.modules())
     assert model.training and torch.is_grad_enabled() and "unembed" not in vars(model)
     logits = model(torch.tensor(PROMPTS[:1]))[0]
     torch.testing.assert_close(logits.double(), before, atol=1e-4, rtol=0)
@@ -261,9 +262,11 @@ def test_long_prompts_leave_their_completions_less_room() -> None:
         generate(make_model("gqa"), make_prompts([list(range(9))]))
 
 
-@pytest.mark.parametrize(("budget", "prefills"), [(1, [1, 1, 1]), (92, [1, 1, 1]), (105, [2, 1]), (157, [3])])
+@pytest.mark.parametrize(
+    ("budget", "prefills"), [(1, [1, 1, 1]), (109, [1, 2]), (110, [2, 1]), (164, [2, 1]), (165, [3])]
+)
 def test_a_batch_beyond_the_budget_is_sampled_in_parts_of_whole_groups(budget: int, prefills: list[int]) -> None:
-    """Groups cost 7 + 48, 2 + 48 and 4 + 48 tokens."""
+    """Prompts of 7, 2 and 4 tokens, padded to the longest of a part; 4 completions of 12."""
     model, batch = make_model("gqa"), make_prompts(PROMPTS, seeds=[5, 6, 7], stop_ids=SOME_STOPS)
     usual, calls = _sampled()(model, batch), []
     handle = model.tok_embeddings.register_forward_hook(lambda m, args, out: calls.append(tuple(out.shape[:2])))
@@ -322,6 +325,29 @@ def test_decoding_with_fixed_shapes_samples_the_same(monkeypatch: pytest.MonkeyP
 def test_settings_out_of_range_are_refused(key: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"generate.{key}"):
         replace(_sampled(), **{key: value})
+
+
+def test_rollouts_are_ordinary_tensors_without_gradient() -> None:
+    rollout = _sampled()(make_model("gqa"), make_prompts(PROMPTS))
+    for tensor in (rollout.tokens, rollout.old_logprobs, rollout.response_mask, rollout.positions):
+        assert not tensor.is_inference() and not tensor.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_models_sample_near_a_dense_forward(kind: str) -> None:
+    model = make_model(kind).bfloat16()
+    rollout = _sampled()(model, make_prompts(PROMPTS))
+    # bf16 rounds to 2^-9; logits of a few units, two layers
+    torch.testing.assert_close(rollout.old_logprobs, dense_logprobs(model, rollout, 1.0).float(), atol=0.15, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(temperature: float) -> None:
+    model = make_model("mha")
+    with torch.no_grad():
+        model.norm.scale.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        _sampled(temperature=temperature)(model, make_prompts(PROMPTS))
 
 
 def test_on_policy_says_whether_ratios_hold() -> None:

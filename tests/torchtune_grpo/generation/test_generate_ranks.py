@@ -57,7 +57,9 @@ def _on_rank(rank: int) -> dict[str, Any]:
         for case in CASES:
             rollout = generate(model, _batches(case, rank))
             result[f"{gather} {case}"] = responses(rollout), rollout.old_logprobs
-            result[f"{gather} {case} sharded"] = _is_sharded(model)
+            result[f"{gather} {case} sharded"] = _is_sharded(model) and not rollout.old_logprobs.requires_grad
+        parts = replace(generate, max_cached_tokens=20 if rank else 40)(model, _batches("uneven", rank))
+        result[f"{gather} parts"] = responses(parts) == result[f"{gather} uneven"][0]
         broken = replace(make_prompts([[3, 1], [4]]), seeds=torch.tensor([1]))  # found out after the prefill
         with pytest.raises(IndexError):
             generate(model, broken)
@@ -92,6 +94,12 @@ def test_sharded_ranks_sample_what_one_process_samples(outcomes: list, case: str
         torch.testing.assert_close(logprobs, alone.old_logprobs, atol=1e-5, rtol=0)
     if case == "uneven":
         assert outcomes[0][f"{gather} {case}"][0][6:] != outcomes[1][f"{gather} {case}"][0]  # another seed
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_ranks_with_other_numbers_of_parts_sample_the_same(outcomes: list, gather: bool) -> None:
+    """Three prompts and three parts on rank 0, one of each on rank 1."""
+    assert [outcome[f"{gather} parts"] for outcome in outcomes] == [True, True]
 
 
 @pytest.mark.parametrize("gather", [True, False])
