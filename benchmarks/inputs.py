@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from forced_length import NO_STOP
 from torch import nn
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder
@@ -13,8 +14,6 @@ from torchtune.modules import TransformerDecoder
 from torchtune_grpo.data import Prompt, Tokenizer
 from torchtune_grpo.models.weights import read_hf_config, read_weights, scratch_hf_config, write_hf_folder
 from torchtune_grpo.types import PromptBatch
-
-NO_STOP = -1  # a stop id that no row can sample: lengths are forced
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from inputs import llama_from_folder
 from memory import peak_bytes, peak_resident_bytes
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder
@@ -28,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # `dev` is used from the che
 from dev.shared_prefix import FlexBackend, SDPABackend, SharedPrefixLogprobs, VarlenBackend
 from torchtune_grpo.data import Tokenizer
 from torchtune_grpo.logprobs import DenseLogprobs
-from torchtune_grpo.models.weights import read_hf_config, read_weights
 from torchtune_grpo.types import Rollout
 
 CASES = [(180, 64, 8), (180, 200, 16), (512, 128, 16), (1024, 128, 8)]
@@ -166,21 +166,7 @@ def load_model(options: argparse.Namespace) -> TransformerDecoder:
             else {"num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "embed_dim": 576, "intermediate_dim": 1536}
         )
         return llama3_2(vocab_size=options.vocab_size, max_seq_len=8192, rope_base=100_000, scale_factor=1, **sizes)
-    config = read_hf_config(options.model_dir)
-    model = llama3_2(
-        vocab_size=config["vocab_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        embed_dim=config["hidden_size"],
-        intermediate_dim=config["intermediate_size"],
-        max_seq_len=8192,
-        rope_base=int(config["rope_theta"]),
-        norm_eps=config["rms_norm_eps"],
-        scale_factor=1,
-    )
-    model.load_state_dict(read_weights(options.model_dir))
-    return model
+    return llama_from_folder(str(options.model_dir), "cpu")
 
 
 def one_group(case: tuple[int, int, int], model: TransformerDecoder, options: argparse.Namespace) -> Rollout:

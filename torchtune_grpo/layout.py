@@ -15,3 +15,8 @@ def shift_left(tokens: Tensor, padding: Tensor) -> Tensor:
     """
     index = torch.arange(tokens.shape[1], device=tokens.device) + padding[:, None]
     return tokens.gather(1, index.clamp(max=tokens.shape[1] - 1))
+
+
+def key_mask(width: int, lengths: Tensor) -> Tensor:
+    """``[n, width]`` bool, True for the first ``lengths[n]`` positions."""
+    return torch.arange(width, device=lengths.device) < lengths[:, None]

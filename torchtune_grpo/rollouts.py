@@ -1,13 +1,15 @@
-"""Between tokens and judges: decoding a rollout's completions, scoring them, and describing them in numbers."""
+"""Rollouts from completions, and between tokens and judges: decoding, scoring, and describing them in numbers."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchtune_grpo.collectives import shared_errors
 from torchtune_grpo.data import Tokenizer
-from torchtune_grpo.types import Metrics, Rewards, Rollout
+from torchtune_grpo.layout import key_mask
+from torchtune_grpo.types import Metrics, PromptBatch, Rewards, Rollout
 
 ScoreFn = Callable[..., Rewards]
 """``RewardSum`` or anything called like it."""
@@ -60,6 +62,39 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards) -> Metrics:
     }
     metrics |= {f"reward/{name}": _judged(part) for name, part in rewards.parts.items()}
     return metrics
+
+
+def build_rollout(
+    batch: PromptBatch,
+    *,
+    responses: Tensor,
+    logprobs: Tensor,
+    lengths: Tensor,
+    truncated: Tensor,
+    group_size: int,
+    cache_bytes: int,
+) -> Rollout:
+    """Prompts and their completions as a rollout, on the device of ``responses``.
+
+    ``responses [N, W]`` int64 with pad ids after ``lengths [N]``, ``logprobs [N, W]`` fp32; both are cut to
+    the longest.
+    """
+    device, width, prompt_width = responses.device, int(lengths.max()), batch.tokens.shape[1]
+    of_row = torch.arange(len(batch), device=device).repeat_interleave(group_size)
+    prompts, prompt_lengths = (values.to(device)[of_row] for values in (batch.tokens, batch.lengths))
+    positions = torch.arange(prompt_width + width, device=device) - (prompt_width - prompt_lengths)[:, None]
+    return Rollout(
+        tokens=torch.cat([prompts, responses[:, :width]], dim=1),
+        positions=positions.clamp(min=0),
+        response_mask=key_mask(width, lengths),
+        old_logprobs=logprobs[:, :width],
+        truncated=truncated,
+        groups=of_row,
+        answers=[answer for answer in batch.answers for _ in range(group_size)],
+        source=[source for source in batch.source for _ in range(group_size)],
+        group_size=group_size,
+        cache_bytes=cache_bytes,
+    )
 
 
 SAMPLE_COLUMNS = ["source", "prompt", "completion", "answer", "reward", "success"]

@@ -1,14 +1,19 @@
 """Launches recipes the way users do, on configs cut down to seconds."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from torchtune_grpo.training.metrics import read_metrics
+
 ROOT = Path(__file__).parents[2]
+CLOCKS = ("time_s", "seconds/", "tokens_per_second/", "peak_memory_gib")
 SMALL_TASK = {"dataset": {"size": 7}, "batch_size": 3, "generate": {"max_new_tokens": 6}}
 
 
@@ -97,3 +102,32 @@ def run_ok(recipe: str, config: Path, *overrides: str, ranks: int = 2) -> str:
     done = run(recipe, config, *overrides, ranks=ranks)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def without_clocks(folder: Path) -> list[dict[str, Any]]:
+    """A run's metric lines less what a clock or the memory's state measured."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCKS)} for line in lines]
+
+
+def wait_for(path: Path, process: subprocess.Popen, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, f"the run ended before {path.name} appeared"
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.02)
+
+
+def run_until_killed(recipe: str, config: Path, appears: Path, *, ranks: int = 2) -> None:
+    """Starts a recipe and kills all its processes as soon as the path ``appears`` is there."""
+    process = subprocess.Popen(
+        command(recipe, config, ranks=ranks),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_for(appears, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,9 +1,6 @@
 """On-policy distillation as users run it: ranks, kill and resume, teachers that may and may not change."""
 
 import math
-import os
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from tests.recipes.launch import ROOT, command, environment, run, run_ok, small_config
-from tests.recipes.test_recipes import wait_for, without_clocks
+from tests.recipes.launch import run, run_ok, run_until_killed, small_config, without_clocks
 from tests.torchtune_grpo.distillation.small_models import SIZES, make_small, node, save_small
 from torchtune_grpo.training.metrics import read_metrics
 
@@ -91,17 +87,7 @@ def test_killed_run_resumes_bit_for_bit_with_its_teachers_in_another_order(
 ) -> None:
     path = config(models, tmp_path)
     checkpoints = tmp_path / "opd/checkpoints"
-    process = subprocess.Popen(
-        command(RECIPE, path, ranks=1),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    wait_for(checkpoints / "step_00000002", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    run_until_killed(RECIPE, path, checkpoints / "step_00000002", ranks=1)
     assert not (checkpoints / "step_00000004").exists()
     cfg = OmegaConf.load(path)
     cfg.teachers = dict(reversed(cfg.teachers.items()))

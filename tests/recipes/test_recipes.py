@@ -2,39 +2,19 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.recipes.launch import ROOT, command, environment, run, run_ok, small_config
+from tests.recipes.launch import run, run_ok, run_until_killed, small_config, without_clocks
 from torchtune_grpo.models import tiny_llama
 from torchtune_grpo.models.weights import read_weights
 from torchtune_grpo.training.checkpoints import resolve_weights
 from torchtune_grpo.training.metrics import read_metrics
 
 TINY = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "intermediate_dim": 32}
-CLOCKS = ("time_s", "seconds/", "tokens_per_second/", "peak_memory_gib")
-
-
-def without_clocks(folder: Path) -> list[dict[str, Any]]:
-    """A run's metric lines less what a clock or the memory's state measured."""
-    lines = read_metrics(folder / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(CLOCKS)} for line in lines]
-
-
-def wait_for(path: Path, process: subprocess.Popen, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, f"the run ended before {path.name} appeared"
-        assert time.monotonic() < deadline, f"{path.name} did not appear"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +130,7 @@ def test_killed_grpo_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     killed = small_config("grpo", tmp_path / "killed", **every_step)
     run_ok("grpo_full_finetune", whole)
     checkpoints = tmp_path / "killed/grpo/checkpoints"
-    process = subprocess.Popen(
-        command("grpo_full_finetune", killed),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    wait_for(checkpoints / "step_00000002", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    run_until_killed("grpo_full_finetune", killed, checkpoints / "step_00000002")
     assert not (checkpoints / "step_00000004").exists()
     resumed = run_ok("grpo_full_finetune", killed)
     assert f"resuming from {checkpoints}/step_0000000" in resumed

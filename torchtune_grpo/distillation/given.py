@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from torchtune_grpo.config import ConfigError
+from torchtune_grpo.layout import key_mask
 from torchtune_grpo.logprobs import DenseLogprobs
 from torchtune_grpo.old_logprobs import score
+from torchtune_grpo.rollouts import build_rollout
 from torchtune_grpo.types import PromptBatch, Rollout
 
 
@@ -42,21 +44,15 @@ class GivenCompletions:
         lengths = torch.tensor([min(len(ids), self.max_new_tokens) for ids in batch.solutions])
         width = int(lengths.max())
         padded = [[*ids[:width], *[batch.pad_id] * (width - len(ids))] for ids in batch.solutions]
-        mask = torch.arange(width) < lengths[:, None]
-        responses = torch.tensor(padded).masked_fill(~mask, batch.pad_id)
-        prompt_width = batch.tokens.shape[1]
-        positions = torch.arange(prompt_width + width) - (prompt_width - batch.lengths)[:, None]
-        rollout = Rollout(
-            tokens=torch.cat([batch.tokens, responses], dim=1).to(device),
-            positions=positions.clamp(min=0).to(device),
-            response_mask=mask.to(device),
-            old_logprobs=torch.zeros(mask.shape, device=device),
-            groups=torch.arange(len(batch), device=device),
+        responses = torch.tensor(padded).masked_fill(~key_mask(width, lengths), batch.pad_id)
+        rollout = build_rollout(
+            batch,
+            responses=responses.to(device),
+            logprobs=torch.zeros(responses.shape, device=device),
+            lengths=lengths.to(device),
             truncated=torch.tensor([len(ids) > self.max_new_tokens for ids in batch.solutions], device=device),
-            answers=list(batch.answers),
-            source=list(batch.source),
-            cache_bytes=0,
             group_size=self.group_size,
+            cache_bytes=0,
         )
         logprobs = DenseLogprobs(temperature=self.temperature)
         return replace(rollout, old_logprobs=score(model, rollout, logprobs, max_tokens=self.max_tokens))

@@ -21,8 +21,9 @@ from torchtune_grpo.generation.kv_cache import LayerCache
 from torchtune_grpo.generation.linear import weights_first
 from torchtune_grpo.generation.rotary import rotations_shared
 from torchtune_grpo.generation.sampling import sample, uniforms
-from torchtune_grpo.layout import shift_left
+from torchtune_grpo.layout import key_mask, shift_left
 from torchtune_grpo.models.internals import attention_swapped
+from torchtune_grpo.rollouts import build_rollout
 from torchtune_grpo.training.distributed import evaluation_mode, fsdp_modules, parameters_gathered
 from torchtune_grpo.types import PromptBatch, Rollout
 
@@ -154,7 +155,7 @@ class Generate:
             decoder = Decoder(
                 GraphedStep(model) if self.cuda_graphs else EagerStep(model, whole=not in_step),
                 caches,
-                _key_mask(width, lengths),
+                key_mask(width, lengths),
                 done,
                 noise=uniforms(batch.seeds, self.group_size, self.max_new_tokens).to(device),
                 draw=partial(
@@ -165,6 +166,8 @@ class Generate:
             )
             with weights_first(model), rotations_shared(model):
                 decoder.run(logits.repeat_interleave(self.group_size, dim=0))
+        if not bool(done.logprobs.isfinite().all()):
+            raise FloatingPointError("rollout: the policy's logits are not finite; its weights or its dtype overflowed")
         return done
 
     def _rollout(self, batch: PromptBatch, sampled: list[Completions]) -> Rollout:
@@ -172,25 +175,12 @@ class Generate:
             torch.cat([getattr(part, name) for part in sampled])
             for name in ("tokens", "logprobs", "lengths", "stopped")
         )
-        width = int(lengths.max())
-        prompt_width = batch.tokens.shape[1]
-        prompts = batch.tokens.to(tokens.device).repeat_interleave(self.group_size, dim=0)
-        padding = (prompt_width - batch.lengths.to(tokens.device)).repeat_interleave(self.group_size, dim=0)
-        positions = torch.arange(prompt_width + width, device=tokens.device) - padding[:, None]
-        return Rollout(
-            tokens=torch.cat([prompts, tokens[:, :width]], dim=1),
-            positions=positions.clamp(min=0),
-            response_mask=_key_mask(width, lengths),
-            old_logprobs=logprobs[:, :width],
+        return build_rollout(
+            batch,
+            responses=tokens,
+            logprobs=logprobs,
+            lengths=lengths,
             truncated=~stopped,
-            groups=torch.arange(len(batch), device=tokens.device).repeat_interleave(self.group_size),
-            answers=[a for a in batch.answers for _ in range(self.group_size)],
-            source=[s for s in batch.source for _ in range(self.group_size)],
             group_size=self.group_size,
             cache_bytes=max(part.cache_bytes for part in sampled),
         )
-
-
-def _key_mask(width: int, lengths: Tensor) -> Tensor:
-    """``[n, width]`` bool, True for the first ``lengths[n]`` positions."""
-    return torch.arange(width, device=lengths.device) < lengths[:, None]

@@ -73,7 +73,7 @@ def _inputs(layout: CompactLayout, dtype: torch.dtype = torch.float64) -> list[T
     ]
 
 
-def _check(backend: Callable[[CompactLayout], AttentionPattern], layout: CompactLayout) -> None:
+def _assert_attends_by_rows(backend: Callable[[CompactLayout], AttentionPattern], layout: CompactLayout) -> None:
     inputs = _inputs(layout)
     expected, actual = _by_rows(layout, *inputs), backend(layout).attend(*inputs)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
@@ -89,15 +89,15 @@ def _check(backend: Callable[[CompactLayout], AttentionPattern], layout: Compact
 @pytest.mark.parametrize("backend", [SDPABackend(), _varlen], ids=["sdpa", "varlen"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_backend_attends_as_each_row_by_itself(shape: str, backend: Callable[..., AttentionPattern]) -> None:
-    _check(backend, compact_layout(*SHAPES[shape]))
+    _assert_attends_by_rows(backend, compact_layout(*SHAPES[shape]))
 
 
 @settings(max_examples=25, deadline=None)
 @given(layouts())
 def test_backends_attend_as_each_row_by_itself_for_any_layout(shape: tuple[list[int], list[int], list[int]]) -> None:
     layout = compact_layout(*shape)
-    _check(SDPABackend(), layout)
-    _check(_varlen, layout)
+    _assert_attends_by_rows(SDPABackend(), layout)
+    _assert_attends_by_rows(_varlen, layout)
 
 
 @settings(max_examples=25, deadline=None)
