@@ -8,7 +8,6 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.collectives import any_rank
 from torchtune_grpo.generation.kv_cache import DecodingLayout, LayerCache
-from torchtune_grpo.generation.linear import head
 from torchtune_grpo.models.internals import unembed_swapped
 from torchtune_grpo.training.progress import progress_bar
 
@@ -48,8 +47,18 @@ class Completions:
         self.stopped[rows] = torch.isin(ids, stop_ids)
 
 
+HeadFn = Callable[[Tensor], Tensor]
+"""The LM head: hidden states ``[n, D]``, normalised -> logits ``[n, V]``."""
+
+
 def next_logits(
-    model: TransformerDecoder, tokens: Tensor, positions: Tensor, last: Callable[[Tensor], Tensor], *, whole: bool
+    model: TransformerDecoder,
+    head: HeadFn,
+    tokens: Tensor,
+    positions: Tensor,
+    last: Callable[[Tensor], Tensor],
+    *,
+    whole: bool,
 ) -> Tensor:
     """Logits ``[n, V]`` after the places of ``tokens``, ``positions [n, s]`` that ``last`` picks.
 
@@ -57,7 +66,7 @@ def next_logits(
     ``whole``: parameters lie whole on every rank; FSDP's hooks, which would have nothing to do, are passed by.
     Collectives: those of FSDP, none if ``whole``.
     """
-    with unembed_swapped(model, lambda hidden: head(model, model.norm(last(hidden)))):
+    with unembed_swapped(model, lambda hidden: head(model.norm(last(hidden)))):
         if not whole:
             return model(tokens, mask=tokens, input_pos=positions)
         hidden = model.tok_embeddings(tokens)
@@ -72,11 +81,12 @@ class EagerStep:
 
     fixed_shapes = False
 
-    def __init__(self, model: TransformerDecoder, *, whole: bool) -> None:
-        self._model, self._whole = model, whole
+    def __init__(self, model: TransformerDecoder, head: HeadFn, *, whole: bool) -> None:
+        self._model, self._head, self._whole = model, head, whole
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return next_logits(self._model, ids[:, None], positions[:, None], lambda h: h[:, -1], whole=self._whole)
+        tokens, positions = ids[:, None], positions[:, None]
+        return next_logits(self._model, self._head, tokens, positions, lambda h: h[:, -1], whole=self._whole)
 
     def shapes_changed(self) -> None:
         """Rows were dropped or caches moved."""
@@ -90,8 +100,8 @@ class GraphedStep:
 
     fixed_shapes = True
 
-    def __init__(self, model: TransformerDecoder) -> None:
-        self._eager = EagerStep(model, whole=True)
+    def __init__(self, model: TransformerDecoder, head: HeadFn) -> None:
+        self._eager = EagerStep(model, head, whole=True)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def shapes_changed(self) -> None:
@@ -117,7 +127,7 @@ class GraphedStep:
             self._logits = self._eager(self._ids, self._positions)
 
 
-def prefill(model: TransformerDecoder, tokens: Tensor, lengths: Tensor, *, whole: bool) -> Tensor:
+def prefill(model: TransformerDecoder, head: HeadFn, tokens: Tensor, lengths: Tensor, *, whole: bool) -> Tensor:
     """Fills the caches with the prompts' keys; logits ``[B, V]`` after each prompt's last token.
 
     ``tokens [B, P]`` start at position 0; ``lengths [B]`` are real.
@@ -125,7 +135,7 @@ def prefill(model: TransformerDecoder, tokens: Tensor, lengths: Tensor, *, whole
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 
     places = torch.arange(len(lengths), device=tokens.device), lengths - 1
-    return next_logits(model, tokens, positions, lambda hidden: hidden[places], whole=whole)
+    return next_logits(model, head, tokens, positions, lambda hidden: hidden[places], whole=whole)
 
 
 class Decoder:

@@ -15,10 +15,11 @@ from torchtune_grpo.generation.decoding import (
     Decoder,
     EagerStep,
     GraphedStep,
+    HeadFn,
     prefill,
 )
 from torchtune_grpo.generation.kv_cache import LayerCache
-from torchtune_grpo.generation.linear import weights_first
+from torchtune_grpo.generation.linear import onednn_linears
 from torchtune_grpo.generation.rotary import rotations_shared
 from torchtune_grpo.generation.sampling import sample, uniforms
 from torchtune_grpo.layout import key_mask, shift_left
@@ -113,7 +114,11 @@ class Generate:
         gathered = parameters_gathered(model) if sharded and self.gather_parameters else nullcontext()
         # Eager, since shapes change at every token; entered first, for it holds from its construction.
         with torch.compiler.set_stance("force_eager"), evaluation_mode(model), gathered:
-            sampled = [self._sample(model, part, n.to(device), in_step) for part, n in parts + [parts[-1]] * idle]
+            with onednn_linears(model, whole=not in_step) as head:
+                sampled = [
+                    self._sample(model, head, part, limits.to(device), in_step)
+                    for part, limits in parts + [parts[-1]] * idle
+                ]
         return self._rollout(batch, sampled[: len(parts)])
 
     def _limits(self, batch: PromptBatch, row_limits: Tensor | None) -> Tensor:
@@ -142,7 +147,9 @@ class Generate:
         bounds.append(len(batch))
         return [(batch.rows(a, b), limits[a * size : b * size]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
-    def _sample(self, model: TransformerDecoder, batch: PromptBatch, limits: Tensor, in_step: bool) -> Completions:
+    def _sample(
+        self, model: TransformerDecoder, head: HeadFn, batch: PromptBatch, limits: Tensor, in_step: bool
+    ) -> Completions:
         device = limits.device
         lengths = batch.lengths.to(device)
         padding = batch.tokens.shape[1] - lengths
@@ -151,9 +158,9 @@ class Generate:
         done = Completions(limits, self.max_new_tokens, pad_id=batch.pad_id)
         inference = nullcontext() if in_step else torch.inference_mode()  # FSDP's own tensors must stay ordinary ones
         with inference, attention_swapped(model, LayerCache) as caches:
-            logits = prefill(model, tokens, lengths, whole=not in_step)
+            logits = prefill(model, head, tokens, lengths, whole=not in_step)
             decoder = Decoder(
-                GraphedStep(model) if self.cuda_graphs else EagerStep(model, whole=not in_step),
+                GraphedStep(model, head) if self.cuda_graphs else EagerStep(model, head, whole=not in_step),
                 caches,
                 key_mask(width, lengths),
                 done,
@@ -164,7 +171,7 @@ class Generate:
                 stop_ids=torch.tensor(batch.stop_ids, dtype=torch.int64, device=device),
                 in_step=in_step,
             )
-            with weights_first(model), rotations_shared(model):
+            with rotations_shared(model):
                 decoder.run(logits.repeat_interleave(self.group_size, dim=0))
         if not bool(done.logprobs.isfinite().all()):
             raise FloatingPointError("rollout: the policy's logits are not finite; its weights or its dtype overflowed")

@@ -1,4 +1,4 @@
-"""Linear layers for few rows at a time."""
+"""Linear layers for few rows at a time, on CPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,45 +11,46 @@ from torchtune_grpo.models.internals import lm_head
 
 
 @contextmanager
-def weights_first(model: TransformerDecoder) -> Iterator[None]:
-    """Inside the block linear layers compute ``(W x^T)^T``: on CPU, the faster order for the few rows of decoding.
+def onednn_linears(model: TransformerDecoder, *, whole: bool) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Inside the block linear layers on CPU multiply with oneDNN; yields the LM head, ``[n, D] -> logits [n, V]``.
 
-    MKL packs the right-hand matrix of a product at every call. With the weight on the left that is the small one:
-    measured on SmolLM2's layers, 1.35 times as fast at 64 rows and 4 times at 2. Layers that widen return a transposed
-    view, which the layer that narrows again takes as it is; others return rows, for the norms that follow. Subclasses
-    of ``nn.Linear`` and CUDA, where the order makes no difference, are left alone.
+    PyTorch multiplies fp32 matrices on CPU with MKL, which lays out the weights anew at every call. oneDNN takes them
+    as they are, or laid out once: measured on SmolLM2's layers, 1.3 times as fast at 64 rows and 2 to 4 times at 2 to
+    8 (``benchmarks/rollout.py``). Subclasses of ``nn.Linear``, other dtypes and other devices are left alone.
+
+    ``whole``: parameters lie whole on every rank, and are laid out at entry; the copy takes the room that gradients
+    take in the update. Otherwise each forward has gathered them anew, and they are taken as they are.
+    No gradients; call it without autograd.
     """
-    linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"]
+    linears = [m for m in model.modules() if type(m) is nn.Linear and _supported(m.weight)]
     for linear in linears:
-        linear.forward = _bound(linear)
+        linear.forward = _bound(linear, whole)
+    output = model.output
+    head: Callable[[Tensor], Tensor] = output
+    if isinstance(output, TiedLinear) and _supported(lm_head(model)):
+        packed = _packed(lm_head(model)) if whole else None
+        head = lambda hidden: _multiply(hidden, lm_head(model) if packed is None else packed)  # noqa: E731
     try:
-        yield
+        yield head
     finally:
         for linear in linears:
             del linear.forward
 
 
-def _bound(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-    widens = linear.out_features > linear.in_features
-
-    def forward(x: Tensor) -> Tensor:
-        out = _weight_first(x, linear.weight, linear.bias)
-        return out if widens else out.contiguous()
-
-    return forward
+def _supported(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-def _weight_first(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x [..., D] -> [..., V]`` for ``weight [V, D]``, as a transposed view."""
-    columns = x.flatten(0, -2).t()
-    out = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
-    return out.t().unflatten(0, x.shape[:-1])
+def _bound(linear: nn.Linear, whole: bool) -> Callable[[Tensor], Tensor]:
+    packed = _packed(linear.weight) if whole else None
+    return lambda x: _multiply(x, linear.weight if packed is None else packed, linear.bias)
 
 
-def head(model: TransformerDecoder, hidden: Tensor) -> Tensor:
-    """Logits ``[n, V]`` of ``hidden [n, D]``, after ``model.norm``; in the order of ``weights_first`` on CPU."""
-    output = model.output
-    plain = isinstance(output, TiedLinear) or (type(output) is nn.Linear and output.bias is None)
-    if hidden.device.type != "cpu" or not plain:
-        return output(hidden)
-    return _weight_first(hidden, lm_head(model)).contiguous()
+def _packed(weight: Tensor) -> Tensor:
+    """``weight [V, D]`` in blocks, as oneDNN wants it for any number of rows."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 64)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x [..., D] -> [..., V]``; the operator that torch.compile puts in the place of linear layers at inference."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
