@@ -4,9 +4,10 @@
     python benchmarks/grpo_step.py --quick
 
 The same model, 4 prompts x 8 completions of 64 forced tokens, temperature 1, no KL term, one AdamW update in
-micro-batches of one group, no activation checkpointing, the same number of threads. Each arm is a process of its own;
-the recipe runs through ``tune run`` and its times come from its own metrics. The first step of each warms up. The last
-line is one JSON object; an arm that does not exist or is not installed is null, and said so.
+micro-batches of one group, no activation checkpointing, the same number of threads; both of the recipe's arms take
+the LM head's log-probabilities in chunks (``dev.chunked_logprobs``), TRL's its own way. Each arm is a process of
+its own; the recipe runs through ``tune run`` and its times come from its own metrics. The first step of each warms up.
+The last line is one JSON object; an arm that does not exist or is not installed is null, and said so.
 """
 
 import importlib.util
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 FULL = Size(prompts=4, group=8, prompt=512, response=64)
 QUICK = Size(prompts=2, group=4, prompt=512, response=16)
 SHARED_PREFIX = "dev.shared_prefix.SharedPrefixLogprobs"
+HEAD = "dev.chunked_logprobs.ChunkedHead"
 
 
 def recipe_step(args, model_dir: str, data: str, size: Size, output_dir: str, *overrides: str) -> dict[str, float]:
@@ -49,6 +51,7 @@ def recipe_step(args, model_dir: str, data: str, size: Size, output_dir: str, *o
         "max_prompt_tokens": size.prompt,
         "max_tokens_per_micro_batch": size.group * (size.prompt + size.response) // 2,
         "total_steps": args.steps + 1,
+        "logprobs.head._component_": HEAD,
         "generate._component_": "benchmarks.forced_length.ForcedLength",
         "generate.group_size": size.group,
         "generate.max_new_tokens": size.response,

@@ -4,10 +4,11 @@
     python benchmarks/shared_prefix.py --quick          # a small random llama, under a minute
 
 One group of G completions of R tokens to a prompt of P tokens, no padding in either arm, the head at the positions that
-predict a response token in both. ``token_ratio`` and ``flop_ratio`` are dense over compact; the latter counts the
-matrices of the layers at all tokens and the head at the predicting ones. ``quotient`` is speed-up / FLOP ratio: what
-is left of the saving in matrix products after all that does not shrink with it. Each arm runs in a process of its own,
-whose peak memory counts from after a small first step; the time is that of the fastest pass. JSON on the last line.
+predict a response token in both, its log-probabilities in chunks (``--head full``: the stable one). ``token_ratio`` and
+``flop_ratio`` are dense over compact; the latter counts the matrices of the layers at all tokens and the head at the
+predicting ones. ``quotient`` is speed-up / FLOP ratio: what is left of the saving in matrix products after all that
+does not shrink with it. Each arm runs in a process of its own, whose peak memory counts from after a small first step;
+the time is that of the fastest pass. JSON on the last line.
 """
 
 import argparse
@@ -26,13 +27,15 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `dev` is used from the checkout
+from dev.chunked_logprobs import ChunkedHead
 from dev.shared_prefix import FlexBackend, SDPABackend, SharedPrefixLogprobs, VarlenBackend
 from torchtune_grpo.data import Tokenizer
-from torchtune_grpo.logprobs import DenseLogprobs
+from torchtune_grpo.logprobs import DenseLogprobs, FullSoftmaxHead
 from torchtune_grpo.types import Rollout
 
 CASES = [(180, 64, 8), (180, 200, 16), (512, 128, 16), (1024, 128, 8)]
 BACKENDS = {"sdpa": SDPABackend, "varlen": VarlenBackend, "flex": FlexBackend}
+HEADS = {"chunked": ChunkedHead, "full": FullSoftmaxHead}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PASSES = 2
 TOLERANCE = 0.01  # relative: bf16 rounds every activation to 8 bits; fp32 stays below 1e-5
@@ -66,7 +69,7 @@ def main() -> None:
         dense, compact = (min(of_arm, key=lambda measured: measured.seconds) for of_arm in zip(*rounds, strict=True))
         cases.append(compare(case, dense, compact))
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in cases[-1].items()})
-    setting = {name: getattr(options, name) for name in ("quick", "device", "dtype", "backend", "vocab_size")}
+    setting = {name: getattr(options, name) for name in ("quick", "device", "dtype", "backend", "head", "vocab_size")}
     print(json.dumps({"ran": True, **setting, "cases": cases}))
 
 
@@ -79,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32")
     parser.add_argument("--backend", choices=list(BACKENDS), default="sdpa")
+    parser.add_argument("--head", choices=list(HEADS), default="chunked")
     parser.add_argument("--rounds", type=int, default=1, help="how often the arms take turns")
     parser.add_argument("--case", type=int, nargs=3, metavar=("P", "R", "G"), help="default: the four of CASES")
     parser.add_argument("--measure", nargs=4, metavar=("ARM", "P", "R", "G"), help=argparse.SUPPRESS)
@@ -126,7 +130,9 @@ def measure(arm: str, case: tuple[int, int, int], options: argparse.Namespace) -
     torch.manual_seed(0)
     torch.set_flush_denormal(True)
     model = load_model(options).to(options.device, DTYPES[options.dtype]).train()
-    logprobs_fn = DenseLogprobs() if arm == "dense" else SharedPrefixLogprobs(backend=BACKENDS[options.backend]())
+    head = HEADS[options.head]()
+    dense = DenseLogprobs(head=head)
+    logprobs_fn = dense if arm == "dense" else SharedPrefixLogprobs(backend=BACKENDS[options.backend](), head=head)
     rollout = one_group(case, model, options)
     passes: list[tuple[float, float]] = []  # seconds and loss
 
