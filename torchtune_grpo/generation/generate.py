@@ -19,11 +19,11 @@ from torchtune_grpo.generation.decoding import (
     prefill,
 )
 from torchtune_grpo.generation.kv_cache import LayerCache
-from torchtune_grpo.generation.linear import onednn_linears
 from torchtune_grpo.generation.rotary import rotations_shared
 from torchtune_grpo.generation.sampling import sample, uniforms
 from torchtune_grpo.layout import key_mask, shift_left
 from torchtune_grpo.models.internals import attention_swapped
+from torchtune_grpo.models.linear import packed_linears
 from torchtune_grpo.rollouts import build_rollout
 from torchtune_grpo.training.distributed import evaluation_mode, fsdp_modules, parameters_gathered
 from torchtune_grpo.types import PromptBatch, Rollout
@@ -114,7 +114,7 @@ class Generate:
         gathered = parameters_gathered(model) if sharded and self.gather_parameters else nullcontext()
         # Eager, since shapes change at every token; entered first, for it holds from its construction.
         with torch.compiler.set_stance("force_eager"), evaluation_mode(model), gathered:
-            with onednn_linears(model, whole=not in_step) as head:
+            with nullcontext(model.output) if in_step else packed_linears(model) as head:
                 sampled = [
                     self._sample(model, head, part, limits.to(device), in_step)
                     for part, limits in parts + [parts[-1]] * idle

@@ -24,6 +24,7 @@ from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
 from torchtune_grpo.config import ConfigError
+from torchtune_grpo.models.linear import use_onednn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,8 @@ def build_sharded(
         model = build()
     model.to(torch.float32 if trainable else compute_dtype)
     model.requires_grad_(trainable)
+    if ranks.device.type == "cpu" and compute_dtype == torch.float32 and not compile_layers:
+        use_onednn(model)
     if activation_checkpointing and trainable:
         set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if compile_layers:
