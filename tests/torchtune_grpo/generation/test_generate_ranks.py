@@ -36,9 +36,15 @@ def _batches(case: str, rank: int) -> PromptBatch:
 CASES = ["uneven", "rank 0 ends at once", "rank 1 ends at once", "all end at once"]
 
 
-def _sharded(rank: int, kind: str) -> TransformerDecoder:
+def _row_limits(rank: int) -> Tensor:
+    """Rank 1's rows end long before rank 0's."""
+    return torch.tensor([9, 1, 4, 2, 7, 3, 5, 8, 6] if rank == 0 else [1, 2, 1])
+
+
+def _sharded(rank: int, kind: str, dp_replicate: int = 1) -> TransformerDecoder:
     ranks = Ranks(device=torch.device("cpu"), rank=rank, world_size=2)
-    return build_sharded(lambda: make_model(kind), make_model(kind).state_dict, ranks=ranks)
+    state_dict = make_model(kind).state_dict
+    return build_sharded(lambda: make_model(kind), state_dict, ranks=ranks, dp_replicate=dp_replicate)
 
 
 def _loss(model: TransformerDecoder, generate: Generate, batch: PromptBatch) -> Tensor:
@@ -58,6 +64,10 @@ def _on_rank(rank: int) -> dict[str, Any]:
             rollout = generate(model, _batches(case, rank))
             result[f"{gather} {case}"] = responses(rollout), rollout.old_logprobs
             result[f"{gather} {case} sharded"] = _is_sharded(model) and not rollout.old_logprobs.requires_grad
+        limited = generate(model, _batches("uneven", rank), row_limits=_row_limits(rank))
+        result[f"{gather} limited"] = responses(limited), limited.response_lengths.tolist()
+        copies = generate(_sharded(rank, "gqa" if gather else "qwen2", dp_replicate=2), _batches("uneven", rank))
+        result[f"{gather} copies"] = responses(copies) == result[f"{gather} uneven"][0]
         parts = replace(generate, max_cached_tokens=20 if rank else 40)(model, _batches("uneven", rank))
         result[f"{gather} parts"] = responses(parts) == result[f"{gather} uneven"][0]
         broken = replace(make_prompts([[3, 1], [4]]), seeds=torch.tensor([1]))  # found out after the prefill
@@ -100,6 +110,21 @@ def test_sharded_ranks_sample_what_one_process_samples(outcomes: list, case: str
 def test_ranks_with_other_numbers_of_parts_sample_the_same(outcomes: list, gather: bool) -> None:
     """Three prompts and three parts on rank 0, one of each on rank 1."""
     assert [outcome[f"{gather} parts"] for outcome in outcomes] == [True, True]
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_row_limits_end_rows_on_uneven_ranks(outcomes: list, gather: bool) -> None:
+    for rank, outcome in enumerate(outcomes):
+        tokens, lengths = outcome[f"{gather} limited"]
+        alone = GENERATE(make_model(_kind(gather)), _batches("uneven", rank), row_limits=_row_limits(rank))
+        assert tokens == responses(alone)
+        assert all(length <= limit for length, limit in zip(lengths, _row_limits(rank).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_whole_copies_on_every_rank_sample_the_same(outcomes: list, gather: bool) -> None:
+    """HSDP with as many copies as ranks: nothing is sharded."""
+    assert [outcome[f"{gather} copies"] for outcome in outcomes] == [True, True]
 
 
 @pytest.mark.parametrize("gather", [True, False])
