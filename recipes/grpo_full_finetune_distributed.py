@@ -16,11 +16,14 @@ from torchtune_grpo.config import Component, ConfigError, instantiate, recipe_en
 from torchtune_grpo.data import PromptLoader
 from torchtune_grpo.dynamic_sampling import InformativeGroups
 from torchtune_grpo.evaluation import build_evaluator
-from torchtune_grpo.microbatches import minibatches, split_in_step
+from torchtune_grpo.microbatches import minibatch, split_in_step
 from torchtune_grpo.normalization import normalize
 from torchtune_grpo.old_logprobs import score
 from torchtune_grpo.rollouts import rollout_metrics, sample_rows, score_rollout
+from torchtune_grpo.training.checkpoints import Resumed
 from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
+from torchtune_grpo.training.open_rollout import resume_rollout, rollout_state
+from torchtune_grpo.training.preemption import PREEMPTED, Preemption, say_preempted
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.training.reporting import Reporter, report_data
 from torchtune_grpo.training.setup import (
@@ -52,6 +55,7 @@ class Config(RolloutConfig):
 class GRPORecipe:
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
+        self._preemption = Preemption()
         self.ranks = init_ranks(cfg.device, num_threads=cfg.num_threads)
         self.step = 0  # optimizer steps done
         self._position = 0  # batches of prompts taken from the loader
@@ -68,18 +72,20 @@ class GRPORecipe:
         self._setup_data()
         longest = max(self._generate.longest(cfg.max_prompt_tokens), self._evaluator.longest)
         check_model(cfg, self._tokenizer, longest)
-        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from)
+        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from, self._dataset)
         needs_reference = self._advantage_fn.needs_reference or self._loss_fn.needs_reference
         self._reference = build_policy(cfg, ranks, trainable=False) if needs_reference else None
-        self.step, extra = self._state.resume()  # last: it restores the random state
-        self._position = extra.get("position", 0)
-        self._report = Reporter(
-            cfg,
-            ranks,
-            self._evaluator,
-            resumed_step=None if resume_from is None else self.step,
-            console=CONSOLE,
-        )
+        resumed = self._state.resume()  # last: it restores the random state
+        self._report = Reporter(cfg, ranks, self._evaluator, resumed=resumed, console=CONSOLE)
+        if resumed is not None:
+            self._take_up(resumed)
+
+    def _take_up(self, resumed: Resumed) -> None:
+        self.step, self._position = resumed.step, resumed.extra["position"]
+        minibatches, pad_id = self.cfg.minibatches_per_epoch, self._tokenizer.pad_id
+        rollout = resume_rollout(Trajectory, resumed, self.ranks, minibatches=minibatches, pad_id=pad_id)
+        if rollout is not None:
+            self._trajectory, self._samples = rollout
 
     def _setup_algorithm(self) -> None:
         cfg = self.cfg
@@ -105,9 +111,9 @@ class GRPORecipe:
 
     def _setup_data(self) -> None:
         cfg, ranks = self.cfg, self.ranks
-        dataset = instantiate(cfg.dataset)
+        self._dataset = instantiate(cfg.dataset)
         self._loader = PromptLoader(
-            dataset,
+            self._dataset,
             self._tokenizer,
             self._prompt,
             batch_size=self._prompts_per_rank,
@@ -123,7 +129,7 @@ class GRPORecipe:
             score=self._score,
             ranks=ranks,
         )
-        report_data(cfg, ranks, dataset, self._loader.dropped, self._evaluator)
+        report_data(cfg, ranks, self._dataset, self._loader.dropped, self._evaluator)
 
     # --- Algorithm: edit here ---
 
@@ -144,7 +150,7 @@ class GRPORecipe:
         self._samples = sample_rows(rollout, rewards, texts, self._tokenizer, self.cfg.num_logged_samples)
         return pool.result(self._tokenizer.pad_id)
 
-    def _trajectory(self, rollout: Rollout, rewards: Rewards) -> Trajectory:
+    def _make_trajectory(self, rollout: Rollout, rewards: Rewards) -> Trajectory:
         """Everything the loss needs, worked out once a rollout. ``token_weights`` are still relative: see _update."""
         max_tokens = self.cfg.max_tokens_per_micro_batch
         ref_logprobs = rollout.old_logprobs
@@ -175,42 +181,60 @@ class GRPORecipe:
         self._report.add_values(self._state.optimizer_step())
         self.step += 1
 
-    def _train_on_rollout(self) -> None:
-        before = self.step
-        rollout, rewards = self._sample()
-        trajectory = self._trajectory(rollout, rewards)
-        with self._report.phase("update", tokens=int(trajectory.rollout.response_mask.sum())):
-            for _ in range(self.cfg.epochs_per_rollout):
-                for part in minibatches(trajectory, self.cfg.minibatches_per_epoch):
-                    self._update(part)
-        self._report.log(self.step)
-        if self._is_due(self.cfg.log_samples_every_n_steps, before):
-            self._report.samples(self.step, self._samples)
-
-    def train(self) -> None:
+    def _train_step(self) -> None:
+        """One optimizer step; the first of a rollout samples it, the last logs it."""
         cfg = self.cfg
-        if self.step == 0:
-            self._report.evaluate(0, self._state.model)
+        updates_done = self.step % cfg.updates_per_rollout
+        if updates_done == 0:
+            self._trajectory = self._make_trajectory(*self._sample())
+        part = minibatch(self._trajectory, updates_done % cfg.minibatches_per_epoch, of=cfg.minibatches_per_epoch)
+        with self._report.phase("update", tokens=int(part.rollout.response_mask.sum())):
+            self._update(part)
+        if self._between_rollouts:
+            self._report.log(self.step)
+            if self._is_due(cfg.log_samples_every_n_steps, since=cfg.updates_per_rollout):
+                self._report.samples(self.step, self._samples)
+
+    def train(self) -> bool:
+        """True where the run was preempted, False where it is done."""
+        self._preemption.defer()
         self._state.model.train()
-        steps = range(self.step, cfg.total_steps, cfg.updates_per_rollout)
-        for before in progress_bar(steps, "GRPO steps"):
-            self._train_on_rollout()
-            if self._is_due(cfg.evaluate_every_n_steps, before):
-                self._report.evaluate(self.step, self._state.model)
-            if self._is_due(self._state.checkpoints.every_n_steps, before):
-                self.save_checkpoint()
+        preempted = self._between_steps()
+        for _ in progress_bar(range(self.step, self.cfg.total_steps), "GRPO steps"):
+            if preempted:
+                break
+            self._train_step()
+            preempted = self._between_steps()
+        return preempted
 
     # --- Plumbing ---
 
-    def _is_due(self, every: int, before: int) -> bool:
-        """Whether a multiple of ``every`` was reached since step ``before``; the last step always counts."""
-        return self.step // every > before // every or self.step == self.cfg.total_steps
+    def _between_steps(self) -> bool:
+        """Evaluates and saves what is due at this step; True on every rank where the run has to end here."""
+        preempted = self._preemption.requested()
+        if not preempted and self._is_due(self.cfg.evaluate_every_n_steps):
+            preempted = not self._report.evaluate(self.step, self._state.model, stop=self._preemption.requested)
+        if self.step and (preempted or self._is_due(self._state.checkpoints.every_n_steps)):
+            self.save_checkpoint()
+        return preempted
+
+    @property
+    def _between_rollouts(self) -> bool:
+        return self.step % self.cfg.updates_per_rollout == 0
+
+    def _is_due(self, every: int, since: int = 1) -> bool:
+        """Whether one of the last ``since`` steps is a multiple of ``every``; the very last always counts."""
+        return self.step % every < since or self.step == self.cfg.total_steps
 
     def save_checkpoint(self) -> None:
-        self._state.save(self.step, extra={"position": self._position}, metrics=self._report.evaluated(self.step))
+        rollout = None if self._between_rollouts else rollout_state(self._trajectory, self._samples)
+        self._state.save(self.step, self._report, extra={"position": self._position}, rollout=rollout)
 
-    def cleanup(self) -> None:
+    def cleanup(self, preempted: bool) -> None:
+        self._state.checkpoints.wait()
         self._report.close()
+        if preempted:
+            say_preempted(self.step)
         shut_down()
 
 
@@ -219,8 +243,10 @@ def recipe_main(cfg: Config) -> None:
     """GRPO on verifiable rewards. See the config file for the keys."""
     recipe = GRPORecipe(cfg)
     recipe.setup()
-    recipe.train()
-    recipe.cleanup()
+    preempted = recipe.train()
+    recipe.cleanup(preempted)
+    if preempted:
+        raise SystemExit(PREEMPTED)
 
 
 if __name__ == "__main__":

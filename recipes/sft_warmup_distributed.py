@@ -16,10 +16,13 @@ from torchtune_grpo.evaluation import build_evaluator
 from torchtune_grpo.logprobs import FullSoftmaxHead, target_logprobs
 from torchtune_grpo.microbatches import plan_lengths_in_step
 from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
+from torchtune_grpo.training.preemption import PREEMPTED, Preemption, say_preempted
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.training.reporting import Reporter, report_data
 from torchtune_grpo.training.setup import TrainingConfig, check_at_least, check_model, make_output_dir, per_rank
 from torchtune_grpo.training.train_state import TrainState
+
+CONSOLE = ("loss", "lr", "grad_norm", "tokens_per_second/update")
 
 
 @dataclass(kw_only=True)
@@ -38,6 +41,7 @@ class Config(TrainingConfig):
 class SFTWarmupRecipe:
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
+        self._preemption = Preemption()
         self.ranks = init_ranks(cfg.device, num_threads=cfg.num_threads)
         self.step = 0  # optimizer steps done
 
@@ -51,21 +55,16 @@ class SFTWarmupRecipe:
         self._tokenizer, self._prompt = instantiate(cfg.tokenizer), instantiate(cfg.prompt)
         self._setup_data()
         check_model(cfg, self._tokenizer, longest=max(cfg.max_tokens, self._evaluator.longest))
-        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from)
-        self.step, _ = self._state.resume()
-        self._report = Reporter(
-            cfg,
-            ranks,
-            self._evaluator,
-            resumed_step=None if resume_from is None else self.step,
-            console=("loss", "lr", "grad_norm", "tokens_per_second/update"),
-        )
+        self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from, self._dataset)
+        resumed = self._state.resume()  # last: it restores the random state
+        self._report = Reporter(cfg, ranks, self._evaluator, resumed=resumed, console=CONSOLE)
+        self.step = 0 if resumed is None else resumed.step
 
     def _setup_data(self) -> None:
         cfg, ranks = self.cfg, self.ranks
-        dataset = instantiate(cfg.dataset)
+        self._dataset = instantiate(cfg.dataset)
         self._loader = SFTLoader(
-            dataset,
+            self._dataset,
             self._tokenizer,
             self._prompt,
             batch_size=per_rank(cfg.examples_per_step, ranks, "examples_per_step"),
@@ -81,7 +80,7 @@ class SFTWarmupRecipe:
             score=instantiate(cfg.rewards),
             ranks=ranks,
         )
-        report_data(cfg, ranks, dataset, self._loader.dropped, self._evaluator)
+        report_data(cfg, ranks, self._dataset, self._loader.dropped, self._evaluator)
 
     # --- Algorithm: edit here ---
 
@@ -100,33 +99,44 @@ class SFTWarmupRecipe:
             (total * self.ranks.world_size / targets).backward()
             self._report.add({"loss": (total.detach(), weight * mask.sum())})
         self._report.add_values(self._state.optimizer_step())
+        self.step += 1
 
-    def train(self) -> None:
-        cfg = self.cfg
-        if self.step == 0:
-            self._report.evaluate(0, self._state.model)
+    def train(self) -> bool:
+        """True where the run was preempted, False where it is done."""
+        self._preemption.defer()
         self._state.model.train()
-        for _ in progress_bar(range(self.step, cfg.total_steps), "SFT steps"):
+        preempted = self._between_steps()
+        for _ in progress_bar(range(self.step, self.cfg.total_steps), "SFT steps"):
+            if preempted:
+                break
             batch = self._loader.batch(self.step)
             with self._report.phase("update", tokens=int(batch.lengths.sum())):
                 self._update(batch)
-            self.step += 1
-            last = self.step == cfg.total_steps
-            saves = last or self._state.checkpoints.is_due(self.step)
-            if saves or self.step % cfg.log_every_n_steps == 0:  # no open mean may straddle a checkpoint
+            if self._is_due(self.cfg.log_every_n_steps):
                 self._report.log(self.step)
-            if last or self.step % cfg.evaluate_every_n_steps == 0:
-                self._report.evaluate(self.step, self._state.model)
-            if saves:
-                self.save_checkpoint()
+            preempted = self._between_steps()
+        return preempted
 
     # --- Plumbing ---
 
-    def save_checkpoint(self) -> None:
-        self._state.save(self.step, extra={}, metrics=self._report.evaluated(self.step))
+    def _between_steps(self) -> bool:
+        """Evaluates and saves what is due at this step; True on every rank where the run has to end here."""
+        preempted = self._preemption.requested()
+        if not preempted and self._is_due(self.cfg.evaluate_every_n_steps):
+            preempted = not self._report.evaluate(self.step, self._state.model, stop=self._preemption.requested)
+        if self.step and (preempted or self._is_due(self._state.checkpoints.every_n_steps)):
+            self._state.save(self.step, self._report)
+        return preempted
 
-    def cleanup(self) -> None:
+    def _is_due(self, every: int) -> bool:
+        """Whether this step is a multiple of ``every``; the last step always counts."""
+        return self.step % every == 0 or self.step == self.cfg.total_steps
+
+    def cleanup(self, preempted: bool) -> None:
+        self._state.checkpoints.wait()
         self._report.close()
+        if preempted:
+            say_preempted(self.step)
         shut_down()
 
 
@@ -135,8 +145,10 @@ def recipe_main(cfg: Config) -> None:
     """SFT warm-up on the R1 format. See the config file for the keys."""
     recipe = SFTWarmupRecipe(cfg)
     recipe.setup()
-    recipe.train()
-    recipe.cleanup()
+    preempted = recipe.train()
+    recipe.cleanup(preempted)
+    if preempted:
+        raise SystemExit(PREEMPTED)
 
 
 if __name__ == "__main__":

@@ -37,21 +37,22 @@ def any_rank(flag: bool) -> bool:
     return bool(all_reduce(torch.tensor(int(flag)), dist.ReduceOp.MAX))
 
 
-def all_gather_objects(value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order. Collective: one all-gather of pickled objects."""
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """``value`` of every rank, in rank order. Collective: one all-gather of pickled objects, over ``group`` or, for
+    None, the default group."""
     if not dist.is_initialized():
         return [value]
     values = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
 @contextmanager
-def shared_errors(what: str) -> Iterator[None]:
+def shared_errors(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """An exception in the block on any rank becomes a RankError on every rank.
 
     Inside the block, a rank must not fail while others wait for it in a collective. Collective: one
-    all-gather of messages when the block ends.
+    all-gather of messages when the block ends, as ``all_gather_objects``.
     """
     failure = None
     try:
@@ -59,6 +60,6 @@ def shared_errors(what: str) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # torch DCP's own is no Exception
         failure = error
     message = None if failure is None else f"rank {rank()}: {type(failure).__name__}: {failure}"
-    messages = [text for text in all_gather_objects(message) if text is not None]
+    messages = [text for text in all_gather_objects(message, group) if text is not None]
     if messages:
         raise RankError(f"{what}: " + "; ".join(messages)) from failure

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from torchtune_grpo import plot
 from torchtune_grpo.demo import launch
-from torchtune_grpo.training.checkpoints import newest_checkpoint, read_state
+from torchtune_grpo.training.checkpoint_files import newest_checkpoint, read_state
 from torchtune_grpo.training.metrics import read_metrics
 
 SOURCES = ("growth", "decline")

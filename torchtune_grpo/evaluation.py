@@ -6,7 +6,7 @@ seeds, and training's random state is never touched.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
@@ -130,24 +130,31 @@ class Evaluator:
         """The metric of each task to show first."""
         return [f"eval/{name}/pass@1" for name in self.tasks]
 
-    def run(self, model: nn.Module) -> tuple[dict[str, float], list[list[Any]]]:
+    def run(
+        self, model: nn.Module, stop: Callable[[], bool] = lambda: False
+    ) -> tuple[dict[str, float], list[list[Any]]] | None:
         """All tasks' metrics, and a few sample completions a task (``SAMPLE_COLUMNS``); the same on every rank.
 
-        Collectives: those of ``generate`` for equally many batches on every rank, and one gather of results a task.
+        None as soon as ``stop()``, asked before every batch and the same on every rank, is true. Collectives: those of
+        ``generate`` and ``stop`` for equally many batches on every rank, and one gather of results a task.
         """
         metrics: dict[str, float] = {}
         samples: list[list[Any]] = []
         for name, task in self.tasks.items():
-            results = self.results(model, name)
+            results = self.results(model, name, stop)
+            if results is None:
+                return None
             metrics |= summarize_by_source(results, task.k, prefix=f"eval/{name}/")
             samples += [[f"eval/{name}", *r.sample[1:]] for r in results[:SAMPLES_PER_TASK]]
         return metrics, samples
 
-    def results(self, model: nn.Module, name: str) -> list[RowResult]:
-        """Every row's result in the data set's order, on every rank. Collectives: as ``run``."""
+    def results(self, model: nn.Module, name: str, stop: Callable[[], bool] = lambda: False) -> list[RowResult] | None:
+        """Every row's result in the data set's order, on every rank. ``stop`` and collectives: as ``run``."""
         local: list[RowResult] = []
         loader = self._loaders[name]
         for batch, rows in progress_bar(loader, f"evaluate {name}"):
+            if stop():
+                return None
             rollout = self.tasks[name].generate(model, batch)
             rewards, texts = score_rollout(rollout, self._tokenizer, self._score)
             size = rollout.group_size

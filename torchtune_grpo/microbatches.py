@@ -16,17 +16,17 @@ from torchtune_grpo.config import ConfigError
 from torchtune_grpo.types import LogprobsFn, Rollout, Trajectory
 
 
-def minibatches(trajectory: Trajectory, n: int) -> list[Trajectory]:
-    """``n`` equal parts of whole groups, in order, for ``n`` optimizer steps on one rollout.
+def minibatch(trajectory: Trajectory, number: int, *, of: int) -> Trajectory:
+    """Part ``number`` of ``of`` equal parts of whole groups, in order, for as many optimizer steps on one rollout.
 
     Raises:
         ConfigError: the groups of this rank cannot be divided by ``n``.
     """
     group_size = trajectory.rollout.group_size
     groups = len(trajectory) // group_size
-    if n < 1 or groups % n:
-        raise ConfigError(f"minibatches_per_epoch: got {n}, expected a divisor of the {groups} prompts of a rank")
-    return [trajectory.rows(rows) for rows in torch.arange(len(trajectory)).view(n, -1)]
+    if of < 1 or groups % of:
+        raise ConfigError(f"minibatches_per_epoch: got {of}, expected a divisor of the {groups} prompts of a rank")
+    return trajectory.rows(torch.arange(len(trajectory)).view(of, -1)[number])
 
 
 def split_in_step(trajectory: Trajectory, logprobs_fn: LogprobsFn, max_tokens: int) -> list[Trajectory]:

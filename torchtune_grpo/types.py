@@ -119,6 +119,18 @@ class Rollout:
             source=[self.source[i] for i in chosen],
         )
 
+    def to(self, device: torch.device) -> "Rollout":
+        """With all tensors on ``device``."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            response_mask=self.response_mask.to(device),
+            old_logprobs=self.old_logprobs.to(device),
+            truncated=self.truncated.to(device),
+            groups=self.groups.to(device),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
@@ -161,6 +173,16 @@ class Trajectory:
             advantages=self.advantages[device_index],
             ref_logprobs=self.ref_logprobs[device_index],
             token_weights=self.token_weights[device_index],
+        )
+
+    def to(self, device: torch.device) -> "Trajectory":
+        """With the tensors named above on ``device``; what a subclass adds stays where it is."""
+        return replace(
+            self,
+            rollout=self.rollout.to(device),
+            advantages=self.advantages.to(device),
+            ref_logprobs=self.ref_logprobs.to(device),
+            token_weights=self.token_weights.to(device),
         )
 
 

@@ -10,10 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchtune_grpo.training.metrics import read_metrics
-
 ROOT = Path(__file__).parents[2]
-CLOCKS = ("time_s", "seconds/", "tokens_per_second/", "peak_memory_gib")
 SMALL_TASK = {"dataset": {"size": 7}, "batch_size": 3, "generate": {"max_new_tokens": 6}}
 
 
@@ -102,12 +99,6 @@ def run_ok(recipe: str, config: Path, *overrides: str, ranks: int = 2) -> str:
     done = run(recipe, config, *overrides, ranks=ranks)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
-
-
-def without_clocks(folder: Path) -> list[dict[str, Any]]:
-    """A run's metric lines less what a clock or the memory's state measured."""
-    lines = read_metrics(folder / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(CLOCKS)} for line in lines]
 
 
 def wait_for(path: Path, process: subprocess.Popen, seconds: float = 120) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.recipes.launch import run, run_ok, run_until_killed, small_config, without_clocks
+from tests.recipes.launch import run, run_ok, small_config
 from torchtune_grpo.models import tiny_llama
 from torchtune_grpo.models.weights import read_weights
-from torchtune_grpo.training.checkpoints import resolve_weights
+from torchtune_grpo.training.checkpoint_files import resolve_weights
 from torchtune_grpo.training.metrics import read_metrics
 
 TINY = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "intermediate_dim": 32}
@@ -119,26 +118,6 @@ def test_exported_folder_opens_in_transformers_with_equal_logits(chain: Path) ->
 def test_grpo_changes_the_weights_it_started_from(chain: Path) -> None:
     before, after = (read_weights(resolve_weights(str(chain / name))) for name in ("sft_warmup", "grpo"))
     assert all((before[name] != after[name]).any() for name in before if "norm" not in name)
-
-
-def test_killed_grpo_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    every_step = {
-        "checkpoints": {"every_n_steps": 1, "keep_last": 9, "keep_best": 0},
-        "epochs_per_rollout": 1,
-    }
-    whole = small_config("grpo", tmp_path / "whole", **every_step)
-    killed = small_config("grpo", tmp_path / "killed", **every_step)
-    run_ok("grpo_full_finetune", whole)
-    checkpoints = tmp_path / "killed/grpo/checkpoints"
-    run_until_killed("grpo_full_finetune", killed, checkpoints / "step_00000002")
-    assert not (checkpoints / "step_00000004").exists()
-    resumed = run_ok("grpo_full_finetune", killed)
-    assert f"resuming from {checkpoints}/step_0000000" in resumed
-    assert without_clocks(tmp_path / "killed/grpo") == without_clocks(tmp_path / "whole/grpo")
-    folders = [tmp_path / name / "grpo/checkpoints/step_00000004/hf/model.safetensors" for name in ("whole", "killed")]
-    expected, got = (load_file(path) for path in folders)
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 def test_every_variant_runs_together(tmp_path: Path) -> None:

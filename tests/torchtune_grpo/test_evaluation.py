@@ -169,6 +169,12 @@ def test_evaluation_is_the_same_for_any_batch_size_and_number_of_ranks() -> None
         assert [row[:3] for row in shown] == [row[:3] for row in samples]
 
 
+def test_evaluation_stops_between_batches_when_asked_to() -> None:
+    answers = iter([False, False, True])
+    assert _evaluator(2).run(_model(), stop=lambda: next(answers)) is None
+    assert next(answers, None) is None  # asked once a batch, and not again
+
+
 def test_evaluation_leaves_the_random_state_alone() -> None:
     model, evaluator = _model(), _evaluator(3)
     torch.manual_seed(5)

@@ -11,7 +11,7 @@ from torchtune_grpo.config import ConfigError
 from torchtune_grpo.microbatches import (
     crop,
     crop_rollout,
-    minibatches,
+    minibatch,
     plan_in_step,
     plan_lengths_in_step,
     plan_whole_groups,
@@ -127,7 +127,7 @@ def test_split_in_step_follows_the_plan_of_the_logprobs_function() -> None:
 
 def test_minibatches_are_equal_parts_of_whole_groups() -> None:
     trajectory = _trajectory([1] * 8, [1] * 8, group_size=2)
-    answers = [part.rollout.answers for part in minibatches(trajectory, 2)]
+    answers = [minibatch(trajectory, number, of=2).rollout.answers for number in (0, 1)]
     assert answers == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
 
 
@@ -135,4 +135,4 @@ def test_minibatches_are_equal_parts_of_whole_groups() -> None:
 def test_minibatches_refuse_to_cut_groups(n: int) -> None:
     trajectory = _trajectory([1] * 8, [1] * 8, group_size=2)
     with pytest.raises(ConfigError, match=f"got {n}, expected a divisor of the 4 prompts"):
-        minibatches(trajectory, n)
+        minibatch(trajectory, 0, of=n)

@@ -31,7 +31,7 @@ from torchtune_grpo.distillation.vocabulary_parallel import HeadGroup
 from torchtune_grpo.logprobs import TargetHead
 from torchtune_grpo.microbatches import crop_rollout, plan_in_step
 from torchtune_grpo.models.weights import check_weights, read_weights
-from torchtune_grpo.training.checkpoints import read_state, resolve_weights
+from torchtune_grpo.training.checkpoint_files import read_state, resolve_weights
 from torchtune_grpo.training.distributed import Ranks, build_sharded, evaluation_mode
 from torchtune_grpo.training.progress import say
 from torchtune_grpo.training.setup import DTYPES

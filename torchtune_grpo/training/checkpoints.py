@@ -1,26 +1,24 @@
 """Checkpoints from which a run continues bit for bit, and from which other tools load the weights.
 
-``<output_dir>/checkpoints/step_00000010/`` holds ``train/`` (torch DCP: weights, optimizer, scheduler;
-loadable at any number of ranks), ``rng/rank_<r>.pt`` (random state of every rank), ``state.json`` (step,
-counters, data position, metrics, config, versions) and ``hf/`` (the exported Hugging Face folder). It is
-written under a hidden name and renamed when all of it is on disk, so a folder named ``step_*`` is complete,
-and a kill or a full disk costs no earlier checkpoint. With several nodes the folder must be on a file system
-that all of them see.
+``<output_dir>/checkpoints/step_00000010/`` holds ``train/`` (torch DCP: weights, optimizer, scheduler; loadable at any
+number of ranks), ``ranks/rank_<r>.pt`` (each rank's random state, open sums of metrics, rollout in use), ``state.json``
+(step, counters, data position, config, versions), ``hf/`` (the exported Hugging Face folder), ``metrics.json`` (its
+evaluation, if any) and ``manifest.json`` (checksums). It is written under a hidden name and renamed when all of it is
+on disk, so a folder named ``step_*`` is complete, and a kill or a full disk costs no earlier checkpoint. With several
+nodes the folder must be on a file system that all of them see.
 """
 
 import json
-import os
-import random
-import re
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import isnan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,15 +29,55 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtune_grpo.collectives import RankError, all_gather_objects, rank, shared_errors, world_size
 from torchtune_grpo.config import ConfigError
-
-_NAME = re.compile(r"step_(\d{8,})")
+from torchtune_grpo.training.checkpoint_files import (
+    MANIFEST,
+    METRICS,
+    by_step,
+    complete,
+    complete_checkpoints,
+    find_damage,
+    newest_checkpoint,
+    own_files,
+    read_state,
+    write_durably,
+)
+from torchtune_grpo.training.progress import say
+from torchtune_grpo.training.random_state import random_state, set_random_state
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a run continues from.
+
+    ``extra``: JSON values of rank 0. ``local``: what each rank kept for itself; this rank's alone where as many ranks
+    resume as saved (``same_ranks``), else that of all, in rank order. A fresh run has step 0 and nothing else.
+    """
+
+    step: int = 0
+    extra: Mapping[str, Any]
+    local: Sequence[Mapping[str, Any]]
+    same_ranks: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Snapshot:
+    """All that a checkpoint is made of, unaffected by the training that goes on."""
+
+    step: int
+    train: Mapping[str, Any]
+    local: Mapping[str, Any]
+    state: str
+    metrics: Mapping[str, float]
+    write_export: Callable[[Path], None]
+
+
+@dataclass(kw_only=True)
 class CheckpointManager:
     """Saves every ``every_n_steps`` optimizer steps; keeps the last ``keep_last`` and the ``keep_best`` best.
 
-    Best means the highest ``best_metric`` among the metrics given to ``save``; of equals, the newest.
+    Best means the highest ``best_metric`` among the metrics given to ``save``; of equals, the newest. With
+    ``asynchronous`` a save only copies the state to CPU memory (weights and optimizer of this rank, on rank 0 also the
+    whole weights) and writes it in a thread while training goes on; without, it writes before training goes on.
     """
 
     output_dir: str
@@ -47,6 +85,7 @@ class CheckpointManager:
     keep_last: int = 2
     keep_best: int = 0
     best_metric: str | None = None
+    asynchronous: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("every_n_steps", 1), ("keep_last", 1), ("keep_best", 0)):
@@ -54,37 +93,50 @@ class CheckpointManager:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected at least {least}")
         if self.keep_best and self.best_metric is None:
             raise ConfigError(f"best_metric: got null, expected a metric's name, as keep_best is {self.keep_best}")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._group: dist.ProcessGroup | None = None
 
     @property
     def folder(self) -> Path:
         return Path(self.output_dir) / "checkpoints"
 
-    def is_due(self, step: int) -> bool:
-        return step % self.every_n_steps == 0
-
     def start(self, resume: str | None) -> Path | None:
         """The checkpoint to continue from, None for a fresh run; clears away what a killed save left behind.
 
-        ``resume``: "auto" takes the newest checkpoint of ``output_dir`` if there is one; a path takes that
-        one; None starts afresh. Collective: one broadcast of the rank-0 decision and its error, if any.
+        ``resume``: "auto" takes the newest checkpoint of ``output_dir`` that is not damaged, if there is any; those
+        passed over are named in a warning and renamed ``damaged_step_*``. A path takes that one; None starts afresh.
+        Collective: one gather of the rank-0 decision, one for each checkpoint that is verified.
 
         Raises:
-            ConfigError: no such checkpoint, or the run would write among checkpoints that it does not
-            continue.
+            ConfigError: no such checkpoint, none without damage, or the run would write among checkpoints that it does
+            not continue.
         """
-        answer: list[Any] = [None, None]
+        answer: list[Any] = [[], None]
         if rank() == 0:
             try:
-                answer[0] = self._resume_path(resume)
+                answer[0] = self._candidates(resume)
                 for leftover in self.folder.glob(".step_*"):
-                    shutil.rmtree(leftover)
+                    shutil.rmtree(leftover, ignore_errors=True)  # a rank of a killed run may still be writing
             except ConfigError as error:
                 answer[1] = str(error)
-        if dist.is_initialized():
-            dist.broadcast_object_list(answer, src=0)
-        if answer[1] is not None:
-            raise ConfigError(answer[1])
-        return answer[0]
+        candidates, error = all_gather_objects(answer)[0]
+        if error is not None:
+            raise ConfigError(error)
+        damaged: dict[Path, str] = {}
+        for path in candidates:
+            damage = find_damage(path)
+            if damage is None:
+                break
+            damaged[path] = damage
+        if len(damaged) == len(candidates) > 0:
+            found = "\n".join(f"{path} is damaged: {damage}" for path, damage in damaged.items())
+            raise ConfigError(f"resume: got {resume!r}, expected a checkpoint without damage\n{found}")
+        if rank() == 0:
+            for path, damage in damaged.items():
+                aside = path.rename(path.with_name(f"damaged_{path.name}"))
+                warnings.warn(f"{path} is damaged and passed over, see {aside}: {damage}", stacklevel=2)
+        return candidates[len(damaged)] if candidates else None
 
     def save(
         self,
@@ -94,53 +146,93 @@ class CheckpointManager:
         optimizer: Optimizer,
         scheduler: LRScheduler | None,
         extra: Mapping[str, Any],
+        local: Mapping[str, Any],
         metrics: Mapping[str, float],
         config: Mapping[str, Any],
-        export: Callable[[Path], None],
+        export: Callable[[], Callable[[Path], None]],
     ) -> Path:
-        """Writes the checkpoint of ``step`` and prunes older ones; a step saved already is left as it is.
+        """Saves the checkpoint of ``step`` and prunes older ones; of a step saved already only ``metrics`` change.
 
-        ``extra`` and ``config`` are JSON values, rank 0's are written. ``export(folder)`` is called on every
-        rank and writes the Hugging Face folder; it must not fail on one rank while others wait in a
-        collective of its own. Collective: DCP's, the export's, and one all-gather of error messages a stage.
+        ``extra`` and ``config`` are JSON values, rank 0's are written; ``local``: tensors and plain values of each
+        rank. ``export()`` is called on every rank and takes a copy of the weights; what it returns writes the Hugging
+        Face folder, and must not fail on one rank while others wait in a collective of its own. An asynchronous save
+        is complete, and its error known, at the next ``save`` or ``wait``. Collective: DCP's, the export's, and one
+        all-gather a stage, in a process group of its own.
 
         Raises:
-            RankError: on every rank if any failed; earlier checkpoints are untouched.
+            RankError: on every rank if any failed, also in the save before; earlier checkpoints are untouched.
         """
+        self.wait()
         final = self.folder / f"step_{step:08d}"
-        partial = self.folder / f".{final.name}.tmp"
         if all_gather_objects((final / "state.json").is_file())[0]:  # rank 0 decides: network file systems may disagree
+            with shared_errors(f"checkpoint of step {step}, its metrics"):
+                if rank() == 0 and metrics:
+                    write_durably(final / METRICS, json.dumps(dict(metrics)))
             return final
+        if dist.is_initialized() and self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        with shared_errors(f"checkpoint of step {step}, copying the state"):
+            train = _train_state(model, optimizer, scheduler)
+            snapshot = _Snapshot(
+                step=step,
+                train=_copy(train) if self.asynchronous else train,
+                local={"random": random_state(), **local},
+                state=json.dumps(_state(step, extra=extra, config=config), indent=2),
+                metrics=metrics,
+                write_export=export(),
+            )
+        if self.asynchronous:
+            self._pending = self._thread.submit(self._write, snapshot)
+        else:
+            self._write(snapshot)
+        return final
+
+    def wait(self) -> None:
+        """Returns when no save is under way. Raises RankError if the last one failed, on every rank."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, snapshot: _Snapshot) -> None:
+        final = self.folder / f"step_{snapshot.step:08d}"
+        partial = self.folder / f".{final.name}.tmp"
+
+        def stage(name: str) -> Any:
+            return shared_errors(f"checkpoint of step {snapshot.step}, {name}", self._group)
+
         try:
-            with shared_errors(f"checkpoint of step {step}, making its folder"):
+            with stage("making its folder"):
                 if rank() == 0:
                     for folder in (partial, final):  # a step_* folder without state.json is no checkpoint
                         shutil.rmtree(folder, ignore_errors=True)
-                    (partial / "rng").mkdir(parents=True)
-            with shared_errors(f"checkpoint of step {step}, train state"):
-                dcp.save(_train_state(model, optimizer, scheduler), checkpoint_id=partial / "train")
-                torch.save(_rng_state(), partial / "rng" / f"rank_{rank()}.pt")
-            with shared_errors(f"checkpoint of step {step}, export"):
-                export(partial / "hf")
-            with shared_errors(f"checkpoint of step {step}, completing it"):
+                    (partial / "ranks").mkdir(parents=True)
+            with stage("train state"):
+                dcp.save(dict(snapshot.train), checkpoint_id=partial / "train", process_group=self._group)
+                torch.save(dict(snapshot.local), partial / "ranks" / f"rank_{rank()}.pt")
+            with stage("export"):
+                snapshot.write_export(partial / "hf")
+            with stage("checksums"):
                 if rank() == 0:
-                    state = _state(step, extra=extra, metrics=metrics, config=config)
-                    (partial / "state.json").write_text(json.dumps(state, indent=2))
-                    _complete(partial, final)
+                    (partial / "state.json").write_text(snapshot.state)
+                files = own_files(partial)
+            manifest = {name: entry for part in all_gather_objects(files, self._group) for name, entry in part.items()}
+            with stage("completing it"):
+                if rank() == 0:
+                    (partial / METRICS).write_text(json.dumps(dict(snapshot.metrics)))
+                    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+                    complete(partial, final)
                     self._prune()
+                    say(f"step {snapshot.step} | checkpoint {final}")
         except RankError:
             if rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        return final
 
-    def load(
-        self, path: Path, *, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
-    ) -> tuple[int, dict[str, Any]]:
-        """Restores everything in place and returns the step and ``extra``. Collective: DCP's.
+    def load(self, path: Path, *, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None) -> Resumed:
+        """Restores model, optimizer and scheduler in place and returns the rest. Collective: DCP's.
 
-        The random state is restored only at the number of ranks that saved it; at another one the run
-        continues from the ranks' own seeds, and is not the run that it would have been.
+        The random state is restored only at the number of ranks that saved it; at another one the run continues from
+        the ranks' own seeds.
         """
         with shared_errors(f"resume: loading {path}"):
             state = read_state(path)
@@ -149,14 +241,18 @@ class CheckpointManager:
             set_state_dict(model, optimizer, model_state_dict=train["model"], optim_state_dict=train["optimizer"])
             if scheduler is not None:
                 scheduler.load_state_dict(train["scheduler"])
-            if state["world_size"] == world_size():
-                _set_rng_state(torch.load(path / "rng" / f"rank_{rank()}.pt"))
-        return state["step"], state["extra"]
+            same_ranks = state["world_size"] == world_size()
+            ranks = [rank()] if same_ranks else range(state["world_size"])
+            local = [torch.load(path / "ranks" / f"rank_{r}.pt", map_location="cpu") for r in ranks]
+            if same_ranks:
+                set_random_state(local[0]["random"])
+        return Resumed(step=state["step"], extra=state["extra"], local=local, same_ranks=same_ranks)
 
-    def _resume_path(self, resume: str | None) -> Path | None:
+    def _candidates(self, resume: str | None) -> list[Path]:
+        """The checkpoints that ``resume`` allows, best first; damaged ones among them."""
         newest = newest_checkpoint(self.folder)
         if resume == "auto":
-            return newest
+            return list(reversed(by_step(self.folder)))
         path = None if resume is None else Path(resume)
         if path is not None and not (path / "state.json").is_file():
             raise ConfigError(f"resume: got {resume!r}, expected 'auto', null or a checkpoint folder step_*")
@@ -166,56 +262,18 @@ class CheckpointManager:
                 f"resume: got {given}, but output_dir already holds {newest}, which this run would mix "
                 "with its own; set resume=auto to continue from it, or another output_dir"
             )
-        return path
+        return [] if path is None else [path]
 
     def _prune(self) -> None:
-        paths = _checkpoints(self.folder)
+        paths = complete_checkpoints(self.folder)
         kept = set(paths[-self.keep_last :])
         if self.keep_best:
-            scores = {path: read_state(path)["metrics"].get(self.best_metric) for path in paths}
+            scores = {path: json.loads((path / METRICS).read_text()).get(self.best_metric) for path in paths}
             ranked = [path for path in paths if scores[path] is not None and not isnan(scores[path])]
             kept.update(sorted(ranked, key=scores.get)[-self.keep_best :])
         for path in set(paths) - kept:
             hidden = path.rename(path.with_name(f".{path.name}.tmp"))  # a kill leaves no half a step_* folder
             shutil.rmtree(hidden)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step in a ``checkpoints`` folder, None where there is none."""
-    return next(reversed(_checkpoints(folder)), None)
-
-
-def resolve_weights(path: str, *, key: str = "weights") -> Path:
-    """The Hugging Face folder meant by ``path``: itself, a checkpoint's, or the newest of a run's output_dir.
-
-    Raises:
-        ConfigError: ``path`` is none of these; ``key`` is the config key that it names.
-    """
-    given = Path(path)
-    newest = newest_checkpoint(given / "checkpoints")
-    for folder in (given, given / "hf", *([newest / "hf"] if newest else [])):
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-            return folder
-    found = ", ".join(sorted(child.name for child in given.iterdir())[:10]) if given.is_dir() else ""
-    problem = f"a folder with {found or 'nothing in it'}" if given.is_dir() else "no folder"
-    raise ConfigError(
-        f"{key}: got {path!r}, which is {problem}; expected a folder with config.json and *.safetensors, "
-        "a checkpoint folder step_*, or the output_dir of a run with a checkpoint"
-    )
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(
-        (path for path in found if (path / "state.json").is_file()),
-        key=lambda p: int(p.name.removeprefix("step_")),
-    )
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's ``state.json``: step, extra, metrics, config, versions, world size."""
-    return json.loads((path / "state.json").read_text())
 
 
 def _train_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
@@ -229,37 +287,10 @@ def _state(step: int, **values: Mapping[str, Any]) -> dict[str, Any]:
     return {"step": step, "world_size": world_size(), "versions": versions, **values}
 
 
-def _rng_state() -> dict[str, Any]:
-    """Python's, NumPy's and torch's global generators, the current CUDA device's included."""
-    name, keys, *rest = np.random.get_state()
-    state = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _complete(partial: Path, final: Path) -> None:
-    """Makes the folder durable, then visible: after the rename nothing of it can be missing."""
-    for path in (*partial.rglob("*"), partial):
-        _fsync(path)
-    partial.rename(final)
-    _fsync(final.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _copy(value: Any) -> Any:
+    """A copy in CPU memory of tensors at any depth of dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value

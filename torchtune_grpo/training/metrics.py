@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TextIO
 
 import torch
 from omegaconf import OmegaConf
@@ -44,7 +45,7 @@ class MetricSums:
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a local sum and the number of things summed. Tensors stay on their device until ``reduce``."""
         pair = torch.stack([_float64(x) for x in (total, count)])
-        self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
+        self._pairs[name] = self._pairs[name].to(pair.device) + pair if name in self._pairs else pair
 
     def add_all(self, metrics: Metrics) -> None:
         for name, (total, count) in metrics.items():
@@ -52,11 +53,24 @@ class MetricSums:
 
     def minimum(self, name: str, value: Tensor | float) -> None:
         value = _float64(value)
-        self._minima[name] = torch.minimum(value, self._minima.get(name, value))
+        self._minima[name] = torch.minimum(value, self._minima.get(name, value).to(value.device))
 
     def maximum(self, name: str, value: Tensor | float) -> None:
         value = _float64(value)
-        self._maxima[name] = torch.maximum(value, self._maxima.get(name, value))
+        self._maxima[name] = torch.maximum(value, self._maxima.get(name, value).to(value.device))
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What has been added since the last ``reduce``, for a checkpoint; ``merge`` takes it up again."""
+        return {"pairs": dict(self._pairs), "minima": dict(self._minima), "maxima": dict(self._maxima)}
+
+    def merge(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Adds what another ``MetricSums`` held."""
+        for name, pair in state["pairs"].items():
+            self.add(name, *pair)
+        for name, value in state["minima"].items():
+            self.minimum(name, value)
+        for name, value in state["maxima"].items():
+            self.maximum(name, value)
 
     def reduce(self) -> dict[str, float]:
         """Global sum / count, minimum or maximum of every name that any rank added; then starts afresh.
@@ -87,9 +101,12 @@ class MetricLog:
 
     ``loggers`` are config nodes of torchtune metric loggers (TensorBoard, W&B, ...), built on the main rank
     only. One that fails, at its construction or later, is warned about once and left out from then on.
-    ``resumed_step`` is the step the run continues from: what the files say of later steps is dropped, so that
-    they become those of an uninterrupted run; None starts them afresh. ``console`` names the scalars to
-    print.
+    ``resumed_step`` is the step the run continues from, and ``resumed_lines`` (by file name) what the files held
+    when its checkpoint was saved: what they say of later steps, and what was added since, is dropped, so that they
+    become those of an uninterrupted run; step None starts them afresh. ``console`` names the scalars to print.
+
+    Attributes:
+        lines: of each file, by its name; to be saved with a checkpoint. Empty on other ranks than the main one.
     """
 
     def __init__(
@@ -98,6 +115,7 @@ class MetricLog:
         *,
         is_main: bool,
         resumed_step: int | None = None,
+        resumed_lines: Mapping[str, int] = MappingProxyType({}),
         loggers: Sequence[Mapping[str, Any]] = (),
         config: Mapping[str, Any] | None = None,
         console: Sequence[str] = (),
@@ -105,13 +123,17 @@ class MetricLog:
         self._is_main = is_main
         self._console = console
         self._loggers: list[MetricLoggerInterface] = []
+        self.lines: dict[str, int] = {}
         if not is_main:
             return
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        kept = _drop_after(folder / "metrics.jsonl", resumed_step)
-        _drop_after(folder / "samples.jsonl", resumed_step)
-        self._start = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
+        kept = {
+            name: _drop_after(folder / name, resumed_step, resumed_lines.get(name))
+            for name in ("metrics.jsonl", "samples.jsonl")
+        }
+        self.lines = {name: len(lines) for name, lines in kept.items()}
+        self._start = time.monotonic() - (kept["metrics.jsonl"][-1]["time_s"] if kept["metrics.jsonl"] else 0.0)
         self._metrics_file = (folder / "metrics.jsonl").open("a")
         self._samples_file = (folder / "samples.jsonl").open("a")
         for node in loggers:
@@ -125,7 +147,7 @@ class MetricLog:
         if not self._is_main:
             return
         seconds = round(time.monotonic() - self._start, 3)
-        _write_line(self._metrics_file, {"step": step, "time_s": seconds, **values})
+        self._append(self._metrics_file, {"step": step, "time_s": seconds, **values})
         self._to_loggers(lambda logger: logger.log_dict(values, step=step))
         shown = [f"{name} {values[name]:.4g}" for name in self._console if name in values]
         if shown:
@@ -136,7 +158,7 @@ class MetricLog:
         if not self._is_main:
             return
         for row in rows:
-            _write_line(self._samples_file, {"step": step, **dict(zip(columns, row, strict=True))})
+            self._append(self._samples_file, {"step": step, **dict(zip(columns, row, strict=True))})
             cells = (f"{column}: {_shorten(cell)}" for column, cell in zip(columns, row, strict=True))
             say(f"sample at step {step} | " + " | ".join(cells))
         self._to_loggers(lambda logger: _log_wandb_table(logger, step, columns, rows))
@@ -147,6 +169,10 @@ class MetricLog:
         self._metrics_file.close()
         self._samples_file.close()
         self._to_loggers(lambda logger: logger.close())
+
+    def _append(self, file: TextIO, line: Mapping[str, Any]) -> None:
+        _write_line(file, line)
+        self.lines[Path(file.name).name] += 1
 
     def _to_loggers(self, call: Callable[[MetricLoggerInterface], None]) -> None:
         for logger in list(self._loggers):
@@ -202,11 +228,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _drop_after(path: Path, step: int | None) -> list[dict[str, Any]]:
-    """Rewrites a JSONL file, in one rename, without the lines after ``step``; returns those kept."""
+def _drop_after(path: Path, step: int | None, count: int | None) -> list[dict[str, Any]]:
+    """Rewrites a JSONL file, in one rename, with those of its first ``count`` lines that are not after ``step``, and
+    returns them."""
     if not path.exists():
         return []
-    kept = [line for line in read_metrics(path) if step is not None and line["step"] <= step]
+    kept = [line for line in read_metrics(path)[:count] if step is not None and line["step"] <= step]
     partial = path.with_suffix(".tmp")
     with partial.open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in kept)

@@ -1,6 +1,10 @@
 """What every recipe sets up the same way: shared config keys, checks before weights load, the policy, its export."""
 
+import fcntl
+import os
 import shutil
+import socket
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +25,7 @@ from torchtune_grpo.models.weights import (
     scratch_hf_config,
     write_hf_folder,
 )
-from torchtune_grpo.training.checkpoints import resolve_weights
+from torchtune_grpo.training.checkpoint_files import resolve_weights
 from torchtune_grpo.training.distributed import Ranks, build_sharded, full_state_dict
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -136,15 +140,32 @@ class RolloutConfig(TrainingConfig):
 
 
 def make_output_dir(cfg: RecipeConfig, ranks: Ranks) -> None:
-    """Makes the folder on rank 0, before any work is done. Raises ConfigError where it cannot be written to."""
+    """Makes the folder on rank 0, before any work is done, and claims it for as long as the process lives.
+
+    Raises:
+        ConfigError: it cannot be written to, or another live run writes to it.
+    """
     if not ranks.is_main:
         return
     try:
         Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=cfg.output_dir):
             pass
+        lock = os.open(Path(cfg.output_dir) / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # never closed: death releases it
     except OSError as e:
         raise ConfigError(f"output_dir: got {cfg.output_dir!r}, which cannot be written to: {e}") from e
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(lock, 200).decode()
+        raise ConfigError(
+            f"output_dir: got {cfg.output_dir!r}, to which a live run writes ({owner}); end that one or choose another"
+        ) from None
+    except OSError as e:
+        warnings.warn(f"output_dir cannot be locked ({e}): see that no two runs share it", stacklevel=2)
+        return
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def check_at_least(least: int, cfg: RecipeConfig, *keys: str) -> None:
@@ -217,21 +238,26 @@ def per_rank(total: int, ranks: Ranks, key: str) -> int:
 
 def hf_exporter(
     cfg: RecipeConfig, model: TransformerDecoder, tokenizer: Tokenizer, ranks: Ranks
-) -> Callable[[Path], None]:
-    """A function that writes ``model`` as a Hugging Face folder, tokenizer included, in the compute dtype.
+) -> Callable[[], Callable[[Path], None]]:
+    """A function that copies the weights of ``model``, in the compute dtype, and returns another one, which writes the
+    copy as a Hugging Face folder, tokenizer included.
 
-    Collective: gathers every parameter; rank 0 writes.
+    The first is collective: it gathers every parameter. The second is not; rank 0 writes.
     """
     if cfg.weights_folder is not None:
         hf_config = read_hf_config(cfg.weights_folder)
     else:
         hf_config = scratch_hf_config(model, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
 
-    def export(folder: Path) -> None:
-        state = full_state_dict(model)
-        if ranks.is_main:
-            write_hf_folder(folder, state, hf_config, DTYPES[cfg.dtype])
-            for path in tokenizer.files:
-                shutil.copyfile(path, folder / path.name)
+    def export() -> Callable[[Path], None]:
+        state = {name: tensor.to(DTYPES[cfg.dtype], copy=True) for name, tensor in full_state_dict(model).items()}
+
+        def write(folder: Path) -> None:
+            if ranks.is_main:
+                write_hf_folder(folder, state, hf_config, DTYPES[cfg.dtype])
+                for path in tokenizer.files:
+                    shutil.copyfile(path, folder / path.name)
+
+        return write
 
     return export

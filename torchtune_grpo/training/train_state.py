@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch.optim import Optimizer
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config import ConfigError, instantiate, to_dict
-from torchtune_grpo.data import Tokenizer
-from torchtune_grpo.training.checkpoints import CheckpointManager, read_state
+from torchtune_grpo.data import Dataset, Tokenizer
+from torchtune_grpo.training.checkpoint_files import read_state
+from torchtune_grpo.training.checkpoints import CheckpointManager, Resumed
 from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.progress import say
+from torchtune_grpo.training.reporting import Reporter
 from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_exporter
 
 MAY_CHANGE = frozenset(
@@ -35,7 +38,7 @@ class TrainState:
     Collective: building broadcasts the weights from rank 0.
 
     Raises:
-        ConfigError: ``resume_from`` was saved with another config, but for the keys ``MAY_CHANGE``.
+        ConfigError: ``resume_from`` was saved with another config, but for the keys ``MAY_CHANGE``, or with other data.
     """
 
     def __init__(
@@ -45,9 +48,13 @@ class TrainState:
         tokenizer: Tokenizer,
         checkpoints: CheckpointManager,
         resume_from: Path | None,
+        dataset: Dataset,
     ) -> None:
+        self._dataset = dataset.fingerprint()
         if resume_from is not None:
-            check_resumed_config(read_state(resume_from)["config"], to_dict(cfg), resume_from)
+            saved = read_state(resume_from)
+            check_resumed_config(saved["config"], to_dict(cfg), resume_from)
+            check_resumed_dataset(saved["extra"]["dataset"], self._dataset, resume_from)
         self._resume_from = resume_from
         if ranks.is_main and cfg.weights_folder is not None:
             say(f"weights from {cfg.weights_folder}")  # which of a run's checkpoints it is
@@ -60,32 +67,43 @@ class TrainState:
         self.optimizer_step = OptimizerStep(self.model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
         self._export = hf_exporter(cfg, self.model, tokenizer, ranks)
 
-    def resume(self) -> tuple[int, dict[str, Any]]:
-        """Restores the checkpoint, if there is one to resume from, and returns its step and ``extra``, else 0 and
-        nothing. Call it last in set-up: it restores the random state. Collective."""
+    def resume(self) -> Resumed | None:
+        """Restores the checkpoint, if there is one to resume from, and returns the rest of it. Call it last in set-up:
+        it restores the random state. Collective."""
         if self._resume_from is None:
-            return 0, {}
-        step, extra = self.checkpoints.load(
+            return None
+        resumed = self.checkpoints.load(
             self._resume_from, model=self.model, optimizer=self._optimizer, scheduler=self._scheduler
         )
+        self.optimizer_step.skipped_in_a_row = resumed.extra["skipped_in_a_row"]
         if self._is_main:
-            say(f"resuming from {self._resume_from} | step {step} of {self._cfg.total_steps}")
-        return step, extra
+            say(f"resuming from {self._resume_from} | step {resumed.step} of {self._cfg.total_steps}")
+        return resumed
 
-    def save(self, step: int, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Writes the checkpoint of ``step``; ``extra`` and ``metrics`` as in ``CheckpointManager.save``. Collective."""
-        path = self.checkpoints.save(
-            step,
-            model=self.model,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
-            extra=extra,
-            metrics=metrics,
-            config=to_dict(self._cfg),
-            export=self._export,
-        )
-        if self._is_main:
-            say(f"step {step} | checkpoint {path}")
+    def save(
+        self,
+        step: int,
+        report: Reporter,
+        *,
+        extra: Mapping[str, Any] = MappingProxyType({}),
+        rollout: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Saves the checkpoint of ``step`` with what ``report`` holds; ``extra`` as in ``CheckpointManager.save``.
+
+        ``rollout``: this rank's part of the rollout that has updates left, ``rollout_state``. Collective.
+        """
+        with report.phase("checkpoint"):
+            self.checkpoints.save(
+                step,
+                model=self.model,
+                optimizer=self._optimizer,
+                scheduler=self._scheduler,
+                extra={"dataset": self._dataset, "skipped_in_a_row": self.optimizer_step.skipped_in_a_row, **extra},
+                local={"report": report.state(), "rollout": rollout},
+                metrics=report.evaluated(step),
+                config=to_dict(self._cfg),
+                export=self._export,
+            )
 
 
 def check_resumed_config(saved: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:
@@ -95,6 +113,15 @@ def check_resumed_config(saved: Mapping[str, Any], current: Mapping[str, Any], p
         lines = [f"{key}: got {current.get(key)}, but {path} was saved with {saved.get(key)}" for key in keys]
         advice = "Set them back, or start another run: another `output_dir`, with `weights` naming this checkpoint."
         raise ConfigError("\n".join([*lines, advice]))
+
+
+def check_resumed_dataset(saved: str, current: str, path: Path) -> None:
+    """Raises ConfigError where the rows are no longer those of the run: the same step would be of other prompts."""
+    if saved != current:
+        raise ConfigError(
+            f"dataset: got {current}, but {path} was saved with {saved}; bring its files back to what they were, or "
+            "start another run: another `output_dir`, with `weights` naming this checkpoint"
+        )
 
 
 class OptimizerStep:
@@ -107,7 +134,7 @@ class OptimizerStep:
     ) -> None:
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._clip = float("inf") if clip_grad_norm is None else clip_grad_norm
-        self._skipped = 0
+        self.skipped_in_a_row = 0
 
     def __call__(self) -> dict[str, float]:
         """``grad_norm`` before clipping, ``lr`` used, ``skipped_updates`` 0 or 1; the same on every rank.
@@ -120,10 +147,10 @@ class OptimizerStep:
         finite = bool(torch.isfinite(torch.tensor(norm)))
         if finite:
             self._optimizer.step()
-        self._skipped = 0 if finite else self._skipped + 1
-        if self._skipped > self.MAX_SKIPPED:
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row > self.MAX_SKIPPED:
             raise RuntimeError(
-                f"{self._skipped} updates in a row had a non-finite gradient (norm {norm}); "
+                f"{self.skipped_in_a_row} updates in a row had a non-finite gradient (norm {norm}); "
                 "lower optimizer.lr or clip_grad_norm, or resume from an earlier checkpoint"
             )
         self._optimizer.zero_grad(set_to_none=True)

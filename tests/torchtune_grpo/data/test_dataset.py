@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,20 @@ def examples(source, count):
 
 def numbered(source, count, **dropped):
     return Dataset(examples=examples(source, count), dropped=dropped)
+
+
+def test_fingerprint_tells_any_other_row_or_order():
+    dataset = numbered("a", 3)
+    assert dataset.fingerprint() == numbered("a", 3, too_long=2).fingerprint()
+    assert dataset.fingerprint().startswith("3 rows, BLAKE2 ")
+    first, second, third = dataset.examples
+    others = [
+        [first, second],
+        [second, first, third],
+        *([first, second, replace(third, **{name: "x"})] for name in ("question", "answer", "solution", "source")),
+    ]
+    prints = {Dataset(examples=rows).fingerprint() for rows in others}
+    assert len(prints) == 6 and dataset.fingerprint() not in prints
 
 
 def kept(text, rows=40):

@@ -61,6 +61,22 @@ def test_add_holds_no_graph():
     assert sums.reduce() == {"loss": 1.0}
 
 
+def test_state_is_taken_up_with_what_was_added_since_by_several_ranks():
+    parts = []
+    for value in (2.0, 8.0):
+        sums = MetricSums()
+        sums.add("loss", value, 1)
+        sums.minimum("least", value)
+        sums.maximum("greatest", value)
+        parts.append(sums.state())
+        sums.add("loss", 100.0, 1)  # after the state was taken
+    merged = MetricSums()
+    for state in parts:
+        merged.merge(state)
+    merged.add("loss", 5.0, 1)
+    assert merged.reduce() == {"loss": 5.0, "least": 2.0, "greatest": 8.0}
+
+
 def _uneven_metrics(rank: int) -> dict[str, float]:
     sums = MetricSums()
     sums.add("reward", *[(6.0, 3), (2.0, 1)][rank])
@@ -106,6 +122,19 @@ def test_log_of_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path):
     assert without_time(tmp_path / "parts") == without_time(tmp_path / "whole")
     samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("parts", "whole")]
     assert samples[0] == samples[1]
+
+
+def test_log_drops_what_was_written_after_the_checkpoint_at_its_own_step(tmp_path: Path):
+    log = MetricLog(tmp_path, is_main=True)
+    for step in (1, 2):
+        log.log(step, {"loss": 1.0})
+    lines = dict(log.lines)
+    log.log(2, {"eval/pass@1": 0.5})
+    log.close()
+    resumed = MetricLog(tmp_path, is_main=True, resumed_step=2, resumed_lines=lines)
+    assert [set(line) for line in without_time(tmp_path)] == [{"step", "loss"}] * 2
+    resumed.log(2, {"eval/pass@1": 0.5})
+    assert resumed.lines == {"metrics.jsonl": 3, "samples.jsonl": 0}
 
 
 def test_log_time_goes_on_where_the_resumed_run_stopped(tmp_path: Path):

@@ -1,6 +1,10 @@
 import json
 import math
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from torchtune_grpo.config import Component, ConfigError, load, to_dict
 from torchtune_grpo.data import tiny_tokenizer
 from torchtune_grpo.models import tiny_llama
 from torchtune_grpo.models.weights import scratch_hf_config, write_hf_folder
+from torchtune_grpo.training import setup
 from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.setup import (
     RecipeConfig,
@@ -194,7 +199,14 @@ def _on_rank(rank: int, weights: Path, folder: Path) -> dict[str, Any]:
     for name, cfg in {"loaded": _config(weights), "scratch": _config()}.items():
         (folder / name).mkdir(exist_ok=True)
         model = build_policy(cfg, ranks)
-        hf_exporter(cfg, model, TOKENIZER, ranks)(folder / name)
+        write = hf_exporter(cfg, model, TOKENIZER, ranks)()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)  # what is written is what was, although training goes on
+        write(folder / name)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
     frozen = build_policy(_config(weights), ranks, trainable=False)
     step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=1.0), None, 1.0)
     (model(torch.tensor([[1, 2, 3]])).sum() * (math.nan if rank else 1.0)).backward()
@@ -292,6 +304,38 @@ def test_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     cfg = _config()
     cfg.output_dir = str(tmp_path / "file")
     with pytest.raises(ConfigError, match="^output_dir: got"):
+        make_output_dir(cfg, _ranks(1))
+
+
+def test_output_dir_of_a_live_run_is_refused_and_that_of_a_dead_one_is_not(tmp_path: Path) -> None:
+    cfg = _config()
+    cfg.output_dir = str(tmp_path)
+    code = (
+        "import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); fcntl.flock(lock, fcntl.LOCK_EX);"
+        "os.write(lock, b'process 7 on node3'); print('locked', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "locked\n"
+    with pytest.raises(ConfigError, match=r"^output_dir: got .*, to which a live run writes \(process 7 on node3\)"):
+        make_output_dir(cfg, _ranks(1))
+    other.kill()
+    other.communicate()
+    make_output_dir(cfg, _ranks(1))
+    assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+        make_output_dir(cfg, _ranks(1))
+
+
+def test_output_dir_that_cannot_be_locked_is_used_with_a_warning(tmp_path: Path, monkeypatch) -> None:
+    def unsupported(*_: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    cfg = _config()
+    cfg.output_dir = str(tmp_path)
+    monkeypatch.setattr(setup.fcntl, "flock", unsupported)
+    with pytest.warns(UserWarning, match="output_dir cannot be locked .*Operation not supported"):
         make_output_dir(cfg, _ranks(1))
 
 

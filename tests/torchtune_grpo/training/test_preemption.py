@@ -1,0 +1,46 @@
+"""What signals do to a process before and during training."""
+
+import os
+import signal
+
+import pytest
+
+from tests.torchtune_grpo.distributed_helpers import run_ranks
+from torchtune_grpo.training.preemption import PREEMPTED, Preemption
+
+
+def _signal_to_one_rank(rank: int) -> list[bool]:
+    preemption = Preemption()
+    preemption.defer()
+    seen = [preemption.requested()]
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return [*seen, preemption.requested(), preemption.requested()]
+
+
+def test_signal_to_one_rank_is_known_to_all_and_stays() -> None:
+    assert run_ranks(_signal_to_one_rank) == [[False, True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "deferred", "signals", "status"),
+    [
+        (signal.SIGUSR1, False, 1, PREEMPTED),
+        (signal.SIGTERM, False, 1, -signal.SIGTERM),
+        (signal.SIGUSR1, True, 2, 0),
+        (signal.SIGTERM, True, 1, 0),
+        (signal.SIGTERM, True, 2, -signal.SIGTERM),
+    ],
+)
+def test_process_ends_at_once_in_set_up_and_at_a_second_sigterm(
+    number: signal.Signals, deferred: bool, signals: int, status: int
+) -> None:
+    child = os.fork()
+    if child == 0:
+        preemption = Preemption()
+        if deferred:
+            preemption.defer()
+        for _ in range(signals):
+            os.kill(os.getpid(), number)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status

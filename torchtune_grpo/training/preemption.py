@@ -1,0 +1,47 @@
+"""Leaving in good order when a scheduler wants the machine back: finish the optimizer step, save, exit with 75."""
+
+import os
+import signal
+from types import FrameType
+
+from torchtune_grpo.collectives import any_rank, rank
+from torchtune_grpo.training.progress import say
+
+PREEMPTED = 75
+"""Exit status of every rank of a run that was asked to leave and can be continued by the same command."""
+
+
+class Preemption:
+    """Listens to SIGUSR1 and, once training has begun, to SIGTERM.
+
+    While the run is being set up there is nothing to save: SIGUSR1 ends the process at once with ``PREEMPTED``, SIGTERM
+    kills it (a launcher also sends it to what is left of a run that failed, which must not look like a preemption).
+    From ``defer`` on, either makes ``requested`` true; a second SIGTERM kills the process.
+    """
+
+    def __init__(self) -> None:
+        self._asked = self._deferred = False
+        signal.signal(signal.SIGUSR1, self._ask)
+
+    def defer(self) -> None:
+        """Training begins: from here on the loop decides where to stop."""
+        self._deferred = True
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def requested(self) -> bool:
+        """Whether any rank has been asked to leave; the same on every rank. Collective: one all-reduce."""
+        return any_rank(self._asked)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if not self._deferred:
+            os._exit(PREEMPTED)
+        self._asked = True
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def say_preempted(step: int) -> None:
+    """Rank 0 says that all work up to ``step`` is safe. No collective."""
+    if rank() == 0:
+        kept = f"the checkpoint of step {step} is saved" if step else "before the first step"
+        say(f"preempted: {kept}; the same command continues the run")
