@@ -10,7 +10,8 @@ Writes ``<output_dir>/results.json`` and, with every completion's verdict, ``<ou
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtune_grpo.config import Component, component, instantiate, recipe_entry, to_dict
+from torchtune_grpo.config import Component, component, instantiate, to_dict
+from torchtune_grpo.entry import recipe_entry
 from torchtune_grpo.evaluation import build_evaluator, summarize_by_source
 from torchtune_grpo.training.distributed import init_ranks, shut_down
 from torchtune_grpo.training.metrics import json_text

@@ -12,9 +12,10 @@ Left out: an inference engine of its own (the trained model itself samples), mul
 
 from dataclasses import dataclass
 
-from torchtune_grpo.config import Component, ConfigError, instantiate, recipe_entry
+from torchtune_grpo.config import Component, ConfigError, instantiate
 from torchtune_grpo.data import PromptLoader
 from torchtune_grpo.dynamic_sampling import InformativeGroups
+from torchtune_grpo.entry import recipe_entry
 from torchtune_grpo.evaluation import build_evaluator
 from torchtune_grpo.microbatches import minibatch, split_in_step
 from torchtune_grpo.normalization import normalize
@@ -178,7 +179,7 @@ class GRPORecipe:
             out = self._loss_fn(logprobs, micro)
             out.loss.backward()
             self._report.add(out.metrics)
-        self._report.add_values(self._state.optimizer_step())
+        self._report.add_values(self._state.optimizer_step(trajectory, self.step + 1))
         self.step += 1
 
     def _train_step(self) -> None:

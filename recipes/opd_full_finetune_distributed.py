@@ -15,7 +15,7 @@ Left out: teachers over another tokenizer, teachers on machines of their own.
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtune_grpo.config import Component, instantiate, recipe_entry
+from torchtune_grpo.config import Component, instantiate
 from torchtune_grpo.data import PromptLoader
 from torchtune_grpo.distillation import (
     DistillationTrajectory,
@@ -24,6 +24,7 @@ from torchtune_grpo.distillation import (
     make_head_group,
     means,
 )
+from torchtune_grpo.entry import recipe_entry
 from torchtune_grpo.evaluation import build_evaluator
 from torchtune_grpo.microbatches import minibatch, split_in_step
 from torchtune_grpo.normalization import normalize
@@ -176,7 +177,7 @@ class OPDRecipe:
             out.loss.backward()
             self._report.add(out.metrics)
             self._report.add_extremes(out.minima, out.maxima)
-        self._report.add_values(self._state.optimizer_step())
+        self._report.add_values(self._state.optimizer_step(trajectory, self.step + 1))
         self.step += 1
 
     def _train_step(self) -> None:

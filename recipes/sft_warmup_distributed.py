@@ -10,8 +10,9 @@ Left out: packing (rows of like length share a micro-batch instead) and LoRA.
 from dataclasses import dataclass
 
 from torchtune_grpo.collectives import all_reduce
-from torchtune_grpo.config import instantiate, recipe_entry
+from torchtune_grpo.config import instantiate
 from torchtune_grpo.data import SFTBatch, SFTLoader
+from torchtune_grpo.entry import recipe_entry
 from torchtune_grpo.evaluation import build_evaluator
 from torchtune_grpo.logprobs import FullSoftmaxHead, target_logprobs
 from torchtune_grpo.microbatches import plan_lengths_in_step
@@ -98,7 +99,7 @@ class SFTWarmupRecipe:
             # FSDP averages gradients over ranks; times their number this is the mean over all target tokens.
             (total * self.ranks.world_size / targets).backward()
             self._report.add({"loss": (total.detach(), weight * mask.sum())})
-        self._report.add_values(self._state.optimizer_step())
+        self._report.add_values(self._state.optimizer_step(batch, self.step + 1))
         self.step += 1
 
     def train(self) -> bool:

@@ -12,9 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtune_grpo.failures import RunError
 
-class RankError(RuntimeError):
+
+class RankError(RunError):
     """Something failed on some rank; raised on every rank, with the message of each that failed."""
+
+    names_ranks = True
 
 
 def rank() -> int:
@@ -59,7 +63,10 @@ def shared_errors(what: str, group: dist.ProcessGroup | None = None) -> Iterator
         yield
     except (Exception, CheckpointException) as error:  # torch DCP's own is no Exception
         failure = error
-    message = None if failure is None else f"rank {rank()}: {type(failure).__name__}: {failure}"
+    message = None
+    if failure is not None:
+        kind = "" if isinstance(failure, RunError) else f"{type(failure).__name__}: "
+        message = f"rank {rank()}: {kind}{failure}"
     messages = [text for text in all_gather_objects(message, group) if text is not None]
     if messages:
         raise RankError(f"{what}: " + "; ".join(messages)) from failure

@@ -8,11 +8,9 @@ standard library are imported here.
 """
 
 import dataclasses
-import functools
 import inspect
 import os
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -38,7 +36,6 @@ from torchtune_grpo.config_values import (
 
 T = TypeVar("T")
 
-TRACEBACK_VARIABLE = "TORCHTUNE_GRPO_TRACEBACK"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -119,58 +116,6 @@ def to_dict(cfg: Any) -> dict[str, Any]:
 def to_yaml(cfg: Any) -> str:
     """A loaded config as YAML, to be kept beside a run; ``load`` reads it back to an equal config."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg)))
-
-
-def recipe_entry(schema: type[T]) -> Callable[[Callable[[T], None]], Callable[[], None]]:
-    """Makes ``recipe_main(cfg: schema)`` a command that takes ``--config FILE`` and ``key=value`` overrides.
-
-    A ``ConfigError``, whenever it comes, ends the process with status 2 and its message alone on stderr;
-    the environment variable TORCHTUNE_GRPO_TRACEBACK=1 lets the traceback through.
-    """
-
-    def decorate(recipe_main: Callable[[T], None]) -> Callable[[], None]:
-        @functools.wraps(recipe_main)
-        def main() -> None:
-            try:
-                recipe_main(load(_parse_command_line(recipe_main.__doc__), schema))
-            except ConfigError as error:
-                if os.environ.get(TRACEBACK_VARIABLE) == "1":
-                    raise
-                _report(error)
-                raise SystemExit(2) from None
-
-        return main
-
-    return decorate
-
-
-def _parse_command_line(description: str | None) -> DictConfig:
-    import torchtune.config
-
-    parsed = []
-
-    def keep(cfg: DictConfig) -> None:
-        parsed.append(cfg)
-
-    keep.__doc__ = description  # the text of --help
-    try:
-        torchtune.config.parse(keep)()
-    except SystemExit:  # torchtune exits once the function has returned; argparse exits before it was called
-        if not parsed:
-            raise
-    except Exception as error:
-        raise ConfigError(f"--config and key=value overrides: {error}") from error
-    return parsed[0]
-
-
-def _report(error: ConfigError) -> None:
-    """Rank 0 speaks for all. Another waits first: where rank 0 failed too, torchrun ends it meanwhile."""
-    rank = int(os.environ.get("RANK", "0"))
-    if rank != 0:
-        time.sleep(10)
-    where = f" (rank {rank})" if rank else ""
-    advice = f"({TRACEBACK_VARIABLE}=1 shows the traceback)"
-    print(f"Config error{where}:\n{error}\n{advice}", file=sys.stderr, flush=True)
 
 
 def locate(dotpath: str, path: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchtune_grpo.collectives import shared_errors
 from torchtune_grpo.data import Tokenizer
 from torchtune_grpo.layout import key_mask
+from torchtune_grpo.rewards.combine import RewardError
 from torchtune_grpo.types import Metrics, PromptBatch, Rewards, Rollout
 
 ScoreFn = Callable[..., Rewards]
@@ -32,13 +33,19 @@ def score_rollout(rollout: Rollout, tokenizer: Tokenizer, score: ScoreFn) -> tup
     """
     texts = completions(rollout, tokenizer)
     with shared_errors("rewards"):
-        rewards = score(
-            texts,
-            rollout.answers,
-            response_lengths=rollout.response_lengths.tolist(),
-            truncated=rollout.truncated.tolist(),
-            source=rollout.source,
-        )
+        try:
+            rewards = score(
+                texts,
+                rollout.answers,
+                response_lengths=rollout.response_lengths.tolist(),
+                truncated=rollout.truncated.tolist(),
+                source=rollout.source,
+            )
+        except RewardError as error:
+            if error.row is None:
+                raise
+            question = f"source {rollout.source[error.row]!r}, prompt {_prompt(rollout, tokenizer, error.row)!r:.400}"
+            raise RewardError(f"{error}; {question}", error.row) from error
     return rewards, texts
 
 
@@ -103,9 +110,7 @@ SAMPLE_COLUMNS = ["source", "prompt", "completion", "answer", "reward", "success
 def sample_row(rollout: Rollout, rewards: Rewards, texts: list[str], tokenizer: Tokenizer, row: int) -> list[Any]:
     """One row of the table of sample completions, by ``SAMPLE_COLUMNS``."""
     reward, success = float(rewards.total[row]), float(rewards.success[row])
-    start = rollout.prompt_width - int(rollout.prompt_lengths[row])
-    prompt = tokenizer.decode(rollout.tokens[row, start : rollout.prompt_width].tolist())
-    return [rollout.source[row], prompt, texts[row], rollout.answers[row], reward, success]
+    return [rollout.source[row], _prompt(rollout, tokenizer, row), texts[row], rollout.answers[row], reward, success]
 
 
 def sample_rows(
@@ -114,6 +119,11 @@ def sample_rows(
     """Up to ``count`` rows of the table, the first completion of each group."""
     first = range(0, len(rollout), rollout.group_size)
     return [sample_row(rollout, rewards, texts, tokenizer, row) for row in first[:count]]
+
+
+def _prompt(rollout: Rollout, tokenizer: Tokenizer, row: int) -> str:
+    start = rollout.prompt_width - int(rollout.prompt_lengths[row])
+    return tokenizer.decode(rollout.tokens[row, start : rollout.prompt_width].tolist())
 
 
 def _judged(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -184,6 +184,36 @@ def test_contradictions_are_refused_before_any_weights_load(
     assert f"Config error:\n{key}" in done.stderr
 
 
+def test_updates_that_are_not_finite_end_the_run_and_leave_the_batch_behind(tmp_path: Path) -> None:
+    config = small_config("sft_warmup", tmp_path, optimizer={"lr": 1e30}, lr_scheduler=None)
+    done = run("sft_warmup", config, "max_skipped_updates=2")
+    assert done.returncode != 0
+    folder = tmp_path / "sft_warmup"
+    assert done.stderr.startswith("Error:\nstep 3: update number 2 in a row with a gradient that is not finite")
+    files = [folder / f"nonfinite_step_3_rank_{rank}.pt" for rank in range(2)]
+    assert str(files[0]) in done.stderr
+    for file in files:
+        assert set(torch.load(file, weights_only=True)) == {"tokens", "lengths", "loss_mask"}
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["skipped_updates"] for line in lines if "loss" in line] == [0.0, 1.0]
+
+
+def judge_that_raises(completions: list[str], answers: list[str], response_lengths: list[int]) -> list[float]:
+    import os
+
+    return [1 / (int(os.environ["RANK"]) - 1) for _ in completions]
+
+
+def test_a_reward_function_that_raises_on_one_rank_ends_all_with_its_name(tmp_path: Path) -> None:
+    judge = {"_component_": "torchtune_grpo.rewards.CallableReward", "path": f"{__name__}.judge_that_raises"}
+    config = small_config("grpo", tmp_path, rewards={"weights": {"mine": 1.0}, "fns": {"mine": judge}})
+    done = run("grpo_full_finetune", config)
+    assert done.returncode != 0
+    message = done.stderr.split("Error:\n")[1].splitlines()[0]
+    assert message.startswith("rewards: rank 1: fns.mine: this judge raised ZeroDivisionError: ")
+    assert "test_recipes.py:" in message and " at row 0, " in message and "prompt 'User: " in message
+
+
 def test_resume_with_another_config_is_refused_and_names_the_keys(chain: Path) -> None:
     config = small_config("grpo", chain / "changed", weights=str(chain / "sft_warmup"), output_dir=str(chain / "grpo"))
     done = run("grpo_full_finetune", config, "optimizer.lr=1e-9", "total_steps=6", ranks=1)

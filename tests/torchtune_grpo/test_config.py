@@ -1,5 +1,4 @@
 import dataclasses
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,7 +12,6 @@ from torchtune_grpo.config import (
     component,
     instantiate,
     load,
-    recipe_entry,
     to_yaml,
 )
 
@@ -281,69 +279,3 @@ def test_to_yaml_is_read_back_to_an_equal_config():
     cfg = load(OmegaConf.merge(GOOD, {"lr": 1e-6, "judges": [{"_component_": "parts_of_user.exact"}]}), Schema)
     again = load(OmegaConf.create(to_yaml(cfg)), Schema)
     assert again == cfg and again.lr == 1e-6
-
-
-def run_entry(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[Schema]:
-    OmegaConf.save(OmegaConf.create(GOOD), "config.yaml")
-    monkeypatch.setattr(sys, "argv", ["recipe", "--config", "config.yaml", *overrides])
-    seen = []
-
-    @recipe_entry(Schema)
-    def recipe_main(cfg: Schema) -> None:
-        seen.append(cfg)
-        if cfg.seed == 13:
-            raise ConfigError("seed: got 13")
-
-    recipe_main()
-    return seen
-
-
-def test_recipe_entry_applies_command_line_overrides(monkeypatch):
-    (cfg,) = run_entry(monkeypatch, "lr=1e-6", "sampler.group_size=8")
-    assert cfg.lr == 1e-6 and cfg.sampler["group_size"] == 8
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("lr=high", "lr: got the string 'high', expected a float"),
-        ("seed=13", "seed: got 13"),
-        ("seed", "--config and key=value overrides: Command-line overrides must be"),
-    ],
-)
-def test_recipe_entry_prints_one_message_and_exits_with_2(monkeypatch, capsys, override: str, message: str):
-    with pytest.raises(SystemExit) as stopped:
-        run_entry(monkeypatch, override)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert error.startswith(f"Config error:\n{message}") and "Traceback" not in error
-
-
-def test_recipe_entry_lets_the_traceback_through_on_request(monkeypatch):
-    monkeypatch.setenv("TORCHTUNE_GRPO_TRACEBACK", "1")
-    with pytest.raises(ConfigError):
-        run_entry(monkeypatch, "seed=13")
-
-
-def test_recipe_entry_on_two_ranks_prints_the_message_once(user_folder: Path):
-    (user_folder / "recipe_of_user.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from torchtune_grpo.config import recipe_entry\n"
-        "@dataclass(kw_only=True)\n"
-        "class Schema:\n    seed: int = 0\n"
-        "@recipe_entry(Schema)\n"
-        "def main(cfg: Schema) -> None:\n    pass\n"
-        "if __name__ == '__main__':\n    main()\n"
-    )
-    (user_folder / "config.yaml").write_text("sede: 1\n")
-    command = [Path(sys.executable).parent / "tune", "run", "--nproc_per_node", "2", "recipe_of_user.py"]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [*map(str, command), "--config", "config.yaml"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode != 0
-    assert done.stderr.count("sede: unknown key; did you mean 'seed'?") == 1

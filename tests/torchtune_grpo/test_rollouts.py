@@ -1,10 +1,13 @@
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tests.torchtune_grpo.builders import make_rollout
+from torchtune_grpo.collectives import RankError
 from torchtune_grpo.data import tiny_tokenizer
+from torchtune_grpo.rewards.combine import RewardError
 from torchtune_grpo.rollouts import completions, rollout_metrics, sample_rows, score_rollout
 from torchtune_grpo.types import Rewards, Rollout
 
@@ -55,6 +58,18 @@ def test_score_rollout_gives_judges_texts_answers_and_context() -> None:
         "source": ["s0", "s1", "s2", "s3"],
     }
     assert calls == [(texts, ["0", "1", "2", "3"], context)]
+
+
+def test_score_rollout_names_the_question_of_a_row_that_fails() -> None:
+    def score(*_: object, **__: object) -> Rewards:
+        raise RewardError("fns.mine: this judge raised KeyError", 2)
+
+    rollout = _rollout()
+    prompt = TOKENIZER.decode(rollout.tokens[2, rollout.prompt_width - 2 : rollout.prompt_width].tolist())
+    with pytest.raises(RankError) as caught:
+        score_rollout(rollout, TOKENIZER, score)
+    expected = f"rewards: rank 0: fns.mine: this judge raised KeyError; source 's2', prompt {prompt!r}"
+    assert str(caught.value) == expected
 
 
 def test_rollout_metrics_are_sums_and_counts_over_judged_rows() -> None:

@@ -10,6 +10,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.collectives import all_reduce
 from torchtune_grpo.config import ConfigError
+from torchtune_grpo.failures import RunError
 from torchtune_grpo.generation.decoding import (
     Completions,
     Decoder,
@@ -174,7 +175,10 @@ class Generate:
             with rotations_shared(model):
                 decoder.run(logits.repeat_interleave(self.group_size, dim=0))
         if not bool(done.logprobs.isfinite().all()):
-            raise FloatingPointError("rollout: the policy's logits are not finite; its weights or its dtype overflowed")
+            raise RunError(
+                "rollout: the policy's logits are not finite: its weights or its dtype overflowed; resume from an "
+                "earlier checkpoint with a lower optimizer.lr, or set dtype=fp32"
+            )
         return done
 
     def _rollout(self, batch: PromptBatch, sampled: list[Completions]) -> Rollout:

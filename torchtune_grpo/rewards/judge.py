@@ -36,16 +36,20 @@ class _Judge:
     def compare(self, answer: str, gold: str, timeout_s: float) -> bool | None:
         request = json.dumps({"answer": answer, "gold": gold, "timeout_s": timeout_s}).encode() + b"\n"
         with self._lock:
-            process = self._running()
-            try:
-                process.stdin.write(request)
-                return _VERDICTS[_read_line(process, _STARVATION * timeout_s + _GRACE_S)]
-            except OSError:  # the helper was killed or starved of time, which says nothing about the answer
-                self._stop()
-                return None
-            except BaseException:  # Ctrl-C: the reply that is still to come must not answer the next request
-                self._stop()
-                raise
+            for _ in range(2):  # a helper that was killed has a successor, which is asked again
+                process = self._running()
+                try:
+                    process.stdin.write(request)
+                    return _VERDICTS[_read_line(process, _STARVATION * timeout_s + _GRACE_S)]
+                except BrokenPipeError:
+                    self._stop()
+                except TimeoutError:  # starved of time, which says nothing about the answer
+                    self._stop()
+                    return None
+                except BaseException:  # Ctrl-C: the reply that is still to come must not answer the next request
+                    self._stop()
+                    raise
+            return None
 
     def start(self) -> None:
         with self._lock:
@@ -112,7 +116,7 @@ def compare_math(answer: str, gold: str, timeout_s: float) -> bool | None:
 
     False where the answer cannot be read or the comparison takes longer than ``timeout_s`` seconds of
     processor time (or 1.5 times that by the clock); None where the gold cannot be read in that time, or the
-    helper process was killed.
+    helper process got no processor time or was killed twice over this one comparison.
 
     Raises:
         RuntimeError: the helper process cannot be started.

@@ -24,6 +24,7 @@ from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
 from torchtune_grpo.config import ConfigError
+from torchtune_grpo.failures import stop_watching, watch_ranks
 from torchtune_grpo.models.linear import use_onednn
 
 
@@ -42,6 +43,8 @@ class Ranks:
 
 def init_ranks(device: str, *, num_threads: int | None = None, timeout_minutes: float = 30.0) -> Ranks:
     """Starts the default process group from torchrun's environment (or alone, without one).
+
+    From here on one rank's failure ends all (``torchtune_grpo.failures``).
 
     Collective: every rank calls it once. Denormals are flushed to zero, since a small model's backward is many
     times slower on them. Raises ConfigError for a device this machine lacks.
@@ -71,7 +74,11 @@ def init_ranks(device: str, *, num_threads: int | None = None, timeout_minutes: 
     torch.set_flush_denormal(True)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        timeout = timedelta(minutes=timeout_minutes)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        if world_size > 1:
+            watch_ranks(store, rank, world_size)
     return Ranks(
         device=torch.device(device, local_rank) if device == "cuda" else torch.device("cpu"),
         rank=dist.get_rank(),
@@ -91,6 +98,7 @@ def shut_down() -> None:
     The barrier also lets gloo's threads drop the Python objects of earlier collectives: one that still does so
     while the interpreter exits aborts the process.
     """
+    stop_watching()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -28,6 +28,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 
 from torchtune_grpo.collectives import all_gather_objects
 from torchtune_grpo.config import instantiate
+from torchtune_grpo.failures import RunError
 from torchtune_grpo.training.progress import say
 from torchtune_grpo.types import Metrics
 
@@ -183,7 +184,10 @@ class MetricLog:
 
 
 class PhaseTimer:
-    """Wall-clock seconds of named phases: ``with timer("rollout"): ...``; on CUDA, of finished work."""
+    """Wall-clock seconds of named phases: ``with timer("rollout"): ...``; on CUDA, of finished work.
+
+    An exception in the block gets the phase as a note, for the message that ends the run.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -194,6 +198,9 @@ class PhaseTimer:
         start = self._now()
         try:
             yield
+        except Exception as error:
+            error.add_note(f"phase {phase}")
+            raise
         finally:
             self._seconds[phase] += self._now() - start
 
@@ -262,9 +269,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write_line(file: Any, line: Mapping[str, Any]) -> None:
-    file.write(json_text(line) + "\n")
-    file.flush()
+def _write_line(file: TextIO, line: Mapping[str, Any]) -> None:
+    try:
+        file.write(json_text(line) + "\n")
+        file.flush()
+    except OSError as error:
+        raise RunError(
+            f"{file.name}: cannot be written: {error}; mend that and launch again, which resumes from the newest "
+            "checkpoint, or change output_dir"
+        ) from error
 
 
 @contextmanager
@@ -273,7 +286,7 @@ def _warning_instead_of_error(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        warnings.warn(f"{what} failed and is left out from here on: {error!r}", stacklevel=2)
+        warnings.warn(f"{what} failed and is left out from here on: {error!r}", stacklevel=3)
 
 
 def _log_wandb_table(

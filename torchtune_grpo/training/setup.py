@@ -82,6 +82,7 @@ class TrainingConfig(RecipeConfig):
     optimizer: Component = component(runtime=("params",))
     lr_scheduler: Component | None = component(runtime=("optimizer", "num_training_steps"), default=None)
     clip_grad_norm: float | None = 1.0  # null: gradients are not clipped
+    max_skipped_updates: int = 5  # so many in a row without a finite gradient end the run
     evaluation: dict[str, Component] = component(default={})
     evaluate_every_n_steps: int = 10
     checkpoints: Component = component(runtime=("output_dir",))
@@ -90,7 +91,8 @@ class TrainingConfig(RecipeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(1, self, "total_steps", "max_tokens_per_micro_batch", "evaluate_every_n_steps")
+        positive = ("total_steps", "max_tokens_per_micro_batch", "evaluate_every_n_steps", "max_skipped_updates")
+        check_at_least(1, self, *positive)
         if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
             raise ConfigError(f"clip_grad_norm: got {self.clip_grad_norm}, expected > 0, or null for no clipping")
         best = self.checkpoints.get("best_metric")

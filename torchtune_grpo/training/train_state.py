@@ -6,14 +6,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config import ConfigError, instantiate, to_dict
 from torchtune_grpo.data import Dataset, Tokenizer
 from torchtune_grpo.training.checkpoint_files import read_state
 from torchtune_grpo.training.checkpoints import CheckpointManager, Resumed
 from torchtune_grpo.training.distributed import Ranks
+from torchtune_grpo.training.optimizer_step import OptimizerStep
 from torchtune_grpo.training.progress import say
 from torchtune_grpo.training.reporting import Reporter
 from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_exporter
@@ -21,7 +20,7 @@ from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_expor
 MAY_CHANGE = frozenset(
     "output_dir resume total_steps device num_threads dp_replicate activation_checkpointing compile "
     "max_tokens_per_micro_batch evaluation evaluate_every_n_steps checkpoints metric_loggers log_every_n_steps "
-    "log_samples_every_n_steps num_logged_samples teachers teacher_heads tensor_parallel".split()
+    "log_samples_every_n_steps num_logged_samples max_skipped_updates teachers teacher_heads tensor_parallel".split()
 )
 """Keys that a resumed run may change: they say how and how long to run, not which run it is. Which checkpoints the
 ``teachers`` are is held against a saved list of its own."""
@@ -64,7 +63,14 @@ class TrainState:
         self.model = build_policy(cfg, ranks)
         self._optimizer = instantiate(cfg.optimizer, params=list(self.model.parameters()))
         self._scheduler = instantiate(cfg.lr_scheduler, optimizer=self._optimizer, num_training_steps=cfg.total_steps)
-        self.optimizer_step = OptimizerStep(self.model, self._optimizer, self._scheduler, cfg.clip_grad_norm)
+        self.optimizer_step = OptimizerStep(
+            self.model,
+            self._optimizer,
+            self._scheduler,
+            cfg.clip_grad_norm,
+            max_skipped=cfg.max_skipped_updates,
+            folder=cfg.output_dir,
+        )
         self._export = hf_exporter(cfg, self.model, tokenizer, ranks)
 
     def resume(self) -> Resumed | None:
@@ -122,38 +128,3 @@ def check_resumed_dataset(saved: str, current: str, path: Path) -> None:
             f"dataset: got {current}, but {path} was saved with {saved}; bring its files back to what they were, or "
             "start another run: another `output_dir`, with `weights` naming this checkpoint"
         )
-
-
-class OptimizerStep:
-    """Clips, steps, and refuses non-finite gradients: such an update is skipped, and too many in a row stop the run."""
-
-    MAX_SKIPPED = 5
-
-    def __init__(
-        self, model: TransformerDecoder, optimizer: Optimizer, scheduler: Any, clip_grad_norm: float | None
-    ) -> None:
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._clip = float("inf") if clip_grad_norm is None else clip_grad_norm
-        self.skipped_in_a_row = 0
-
-    def __call__(self) -> dict[str, float]:
-        """``grad_norm`` before clipping, ``lr`` used, ``skipped_updates`` 0 or 1; the same on every rank.
-
-        Collective: the all-reduce of the global norm.
-        """
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        lr = float(self._optimizer.param_groups[0]["lr"])
-        finite = bool(torch.isfinite(torch.tensor(norm)))
-        if finite:
-            self._optimizer.step()
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row > self.MAX_SKIPPED:
-            raise RuntimeError(
-                f"{self.skipped_in_a_row} updates in a row had a non-finite gradient (norm {norm}); "
-                "lower optimizer.lr or clip_grad_norm, or resume from an earlier checkpoint"
-            )
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._scheduler is not None:
-            self._scheduler.step()
-        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not finite)}

@@ -17,6 +17,7 @@ from tests.torchtune_grpo.tiny_models import (
     responses,
 )
 from torchtune_grpo.config import ConfigError
+from torchtune_grpo.failures import RunError
 from torchtune_grpo.generation import Generate
 from torchtune_grpo.generation.decoding import EagerStep
 from torchtune_grpo.logprobs import DenseLogprobs
@@ -346,7 +347,7 @@ def test_logits_that_are_not_finite_are_an_error(temperature: float) -> None:
     model = make_model("mha")
     with torch.no_grad():
         model.norm.scale.fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match="logits are not finite"):
+    with pytest.raises(RunError, match="logits are not finite"):
         _sampled(temperature=temperature)(model, make_prompts(PROMPTS))
 
 

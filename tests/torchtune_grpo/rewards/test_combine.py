@@ -1,10 +1,12 @@
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from torchtune_grpo.config import ConfigError, instantiate
-from torchtune_grpo.rewards import RewardSum
+from torchtune_grpo.rewards import RewardSum, combine
+from torchtune_grpo.rewards.combine import RewardError
 
 NAN = math.nan
 
@@ -41,9 +43,8 @@ def test_reward_sum_success_is_a_positive_verifier():
     assert_close(score(RewardSum(fns=fns, weights={"answer": 2.0}, verifier="answer"), 4).success, [0.0, 1.0, 0.0, NAN])
 
 
-@pytest.mark.parametrize("missing", [None, NAN])
-def test_reward_sum_leaves_out_only_the_row_that_cannot_be_judged(missing):
-    fns = {"format": returns(1.0, missing), "answer": returns(1.0, 1.0)}
+def test_reward_sum_leaves_out_only_the_row_that_cannot_be_judged():
+    fns = {"format": returns(1.0, None), "answer": returns(1.0, 1.0)}
     rewards = score(RewardSum(fns=fns, weights={"answer": 1.0, "format": 0.5}, verifier="answer"))
     assert_close(rewards.total, [1.5, NAN])
     assert_close(rewards.parts["format"], [1.0, NAN])
@@ -71,19 +72,63 @@ def test_reward_sum_gives_each_judge_what_it_names():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("returned", "got", "row"),
     [
-        ((1.0,), "1 rewards"),
-        ((1.0, "2"), "'2'"),
-        ((1.0, math.inf), "infinite"),
-        ((-1e39, 0.0), "infinite"),
-        ((1j, 0), "1j"),
+        ([1.0], "1 rewards, expected a list of 2", None),
+        (None, "None, expected a list of 2", None),
+        (0.5, "0.5, expected a list of 2", None),
+        ("10", "'10', expected a list of 2", None),
+        ({0: 1.0, 1: 0.0}, "{0: 1.0, 1: 0.0}, expected a list of 2", None),
+        ([1.0, "2"], "'2' for row 1, expected a finite number, or None", 1),
+        ([1.0, math.inf], "inf for row 1", 1),
+        ([NAN, 1.0], "nan for row 0", 0),
+        ([-1e39, 0.0], "-1e[+]39 for row 0", 0),
+        ([1j, 0], "1j for row 0", 0),
+        (torch.ones(2), r"tensor\(1.\) for row 0", 0),
     ],
 )
-def test_reward_sum_names_the_judge_that_misbehaves(values, message):
-    reward = RewardSum(fns={"bad": returns(*values)}, weights={"bad": 1.0}, verifier="bad")
-    with pytest.raises(ValueError, match=f"'bad'.*{message}"):
-        score(reward)
+def test_reward_sum_names_the_judge_that_returns_something_else(returned, got, row):
+    fns = {"good": returns(1.0, 1.0), "bad": lambda completions, answers: returned}
+    with pytest.raises(RewardError, match=f"^fns.bad: this judge returned {got}") as caught:
+        score(RewardSum(fns=fns, weights={"good": 1.0, "bad": 1.0}, verifier="good"))
+    assert caught.value.row == row
+
+
+def test_reward_sum_names_the_row_at_which_a_judge_raises():
+    def raises(completions, answers, response_lengths):
+        return [1 / (2 - length) for length in response_lengths]
+
+    with pytest.raises(
+        RewardError, match=r"^fns.bad: this judge raised ZeroDivisionError: .*\(.*test_combine.py:\d+\)"
+    ) as e:
+        score(RewardSum(fns={"bad": raises}, weights={"bad": 1.0}, verifier="bad"), rows=4)
+    assert e.value.row == 2 and "at row 2, answer 'a', completion 'c'" in str(e.value)
+
+
+def test_reward_sum_names_no_row_where_none_is_to_blame():
+    def raises(completions, answers):
+        if len(completions) > 1:
+            raise ConnectionError("no server")
+        return [0.0]
+
+    with pytest.raises(RewardError, match="ConnectionError: no server .* on 2 rows") as caught:
+        score(RewardSum(fns={"bad": raises}, weights={"bad": 1.0}, verifier="bad"))
+    assert caught.value.row is None
+
+
+def test_reward_sum_limits_the_time_of_each_judge(monkeypatch):
+    asked = []
+
+    @contextmanager
+    def time_limit(seconds, what):
+        asked.append((seconds, what))
+        yield
+
+    monkeypatch.setattr(combine, "time_limit", time_limit)
+    fns = {"one": returns(1.0, 0.0), "two": returns(0.0, 0.0)}
+    score(RewardSum(fns=fns, weights={"one": 1.0, "two": 1.0}, verifier="one", timeout_s=7.0))
+    assert [seconds for seconds, _ in asked] == [7.0, 7.0]
+    assert asked[1][1].startswith("rewards.fns.two ")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +138,8 @@ def test_reward_sum_names_the_judge_that_misbehaves(values, message):
         ({"weights": {}}, "weights: .*'answer'"),
         ({"weights": {"answer": 1.0, "anwser": 1.0}}, "weights.anwser: .*did you mean 'answer'"),
         ({"weights": {"answer": math.inf}}, "weights.answer"),
+        ({"timeout_s": 0.0}, "timeout_s: got 0.0"),
+        ({"timeout_s": NAN}, "timeout_s: got nan"),
         ({"verifier": "answr"}, "verifier: .*did you mean 'answer'"),
         ({"fns": {"answer": lambda completions, answers, prompts: []}}, "fns.answer: .*prompts"),
     ],

@@ -85,11 +85,29 @@ def test_helper_is_replaced_after_it_was_killed():
         "assert judge.compare_math('x+1', '1+x', 0.1) is None\n"
         "assert judge.compare_math('x+1', '1+x', 2.0) is True\n"
         "os.kill(judge._judge._process.pid, signal.SIGKILL)\n"
-        "while judge.compare_math('x+1', '1+x', 2.0) is None: pass\n"
+        "assert judge.compare_math('x+1', '1+x', 2.0) is True\n"
         "print(judge._judge._process.pid)\n"
     )
     group = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout)
     assert_gone(group)
+
+
+def test_a_comparison_whose_helper_is_killed_is_made_again(monkeypatch):
+    judge.start_judge()
+    killed = []
+
+    def read_line(process, timeout_s):
+        if not killed:
+            killed.append(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            raise BrokenPipeError
+        return _read_line(process, timeout_s)
+
+    _read_line = judge._read_line
+    monkeypatch.setattr(judge, "_read_line", read_line)
+    assert compare_math("x+1", "1+x", 2.0) is True
+    assert judge._judge._process.pid not in killed
 
 
 def test_forked_process_starts_a_helper_of_its_own():

@@ -4,12 +4,14 @@ import resource
 import struct
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.torchtune_grpo.distributed_helpers import run_ranks
+from torchtune_grpo.failures import RunError
 from torchtune_grpo.training.metrics import MetricLog, MetricSums, PhaseTimer, peak_memory_gib, read_metrics
 from torchtune_grpo.training.progress import progress_bar
 
@@ -261,6 +263,18 @@ def test_log_warns_once_of_a_failing_logger_and_goes_on(tmp_path: Path, monkeypa
     assert [line["step"] for line in without_time(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("name", ["metrics", "samples"])
+def test_a_full_disk_ends_the_run_and_names_the_file(tmp_path: Path, monkeypatch, name: str):
+    log = MetricLog(tmp_path, is_main=True)
+    full = open("/dev/full", "a")
+    monkeypatch.setattr(log, f"_{name}_file", full)
+    with pytest.raises(RunError, match="^/dev/full: cannot be written: .*No space left.*output_dir"):
+        log.log(1, {"reward": 0.5}) if name == "metrics" else log.log_table(1, ["a"], [["b"]])
+    with suppress(OSError):  # what could not be written is tried once more
+        full.close()
+
+
 def test_timer_adds_up_phases_and_starts_afresh(monkeypatch):
     clock = iter([0.0, 2.0, 10.0, 11.0, 20.0, 23.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
@@ -276,8 +290,9 @@ def test_timer_counts_a_phase_that_raised(monkeypatch):
     clock = iter([0.0, 2.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     timer = PhaseTimer(torch.device("cpu"))
-    with pytest.raises(KeyError), timer("rollout"):
+    with pytest.raises(KeyError) as caught, timer("rollout"):
         raise KeyError
+    assert caught.value.__notes__ == ["phase rollout"]
     assert timer.pop() == {"seconds/rollout": 2.0}
 
 

@@ -1,5 +1,4 @@
 import json
-import math
 import os
 import shutil
 import socket
@@ -30,7 +29,7 @@ from torchtune_grpo.training.setup import (
     make_output_dir,
     per_rank,
 )
-from torchtune_grpo.training.train_state import MAY_CHANGE, OptimizerStep, check_resumed_config
+from torchtune_grpo.training.train_state import MAY_CHANGE, check_resumed_config
 
 TOKENIZER = tiny_tokenizer()
 MODEL = {
@@ -127,74 +126,8 @@ def test_per_rank_refuses_what_does_not_divide(total: int) -> None:
         per_rank(total, _ranks(4), "prompts_per_step")
 
 
-class _Line(nn.Module):
-    """Two parameters whose gradients a test sets by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-
-
-def _optimizer_step(clip: float = 1.0) -> tuple[_Line, OptimizerStep, torch.optim.Optimizer]:
-    model = _Line()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return model, OptimizerStep(model, optimizer, scheduler, clip), optimizer
-
-
-def test_optimizer_step_clips_steps_and_reports() -> None:
-    model, step, optimizer = _optimizer_step(clip=2.5)
-    model.weight.grad = torch.tensor([3.0, 4.0])  # norm 5, scaled to [1.5, 2.0]
-    metrics = step()
-    assert metrics == pytest.approx({"grad_norm": 5.0, "lr": 0.1, "skipped_updates": 0.0})
-    torch.testing.assert_close(model.weight.detach(), torch.tensor([1 - 0.15, 2 - 0.2]))
-    assert model.weight.grad is None
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)  # the scheduler's turn
-
-
-def test_optimizer_step_leaves_small_gradients_as_they_are() -> None:
-    model, step, _ = _optimizer_step(clip=10.0)
-    model.weight.grad = torch.tensor([0.3, 0.4])
-    step()
-    torch.testing.assert_close(model.weight.detach(), torch.tensor([0.97, 1.96]))
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_optimizer_step_skips_gradients_that_are_not_finite(bad: float) -> None:
-    model, step, optimizer = _optimizer_step()
-    model.weight.grad = torch.tensor([bad, 1.0])
-    assert step()["skipped_updates"] == 1.0
-    assert model.weight.tolist() == [1.0, 2.0] and model.weight.grad is None
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)  # the schedule goes on
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_optimizer_step_stops_after_too_many_skips_in_a_row() -> None:
-    model, step, _ = _optimizer_step()
-
-    def spoil(times: int) -> None:
-        for _ in range(times):
-            model.weight.grad = torch.tensor([math.nan, 1.0])
-            step()
-
-    spoil(5)
-    model.weight.grad = torch.ones(2)
-    step()  # a good one in between starts the count again
-    spoil(5)
-    with pytest.raises(RuntimeError, match="6 updates in a row.*optimizer.lr"):
-        spoil(1)
-
-
-def test_optimizer_step_works_without_a_scheduler() -> None:
-    model = _Line()
-    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1), None, 1.0)
-    model.weight.grad = torch.ones(2)
-    assert step()["lr"] == pytest.approx(0.1)
-
-
 def _on_rank(rank: int, weights: Path, folder: Path) -> dict[str, Any]:
-    """Builds from weights and from scratch, exports both, and gives rank 1 alone a gradient of NaN."""
+    """Builds from weights and from scratch, and exports both."""
     ranks = _ranks(2, rank)
     for name, cfg in {"loaded": _config(weights), "scratch": _config()}.items():
         (folder / name).mkdir(exist_ok=True)
@@ -208,23 +141,17 @@ def _on_rank(rank: int, weights: Path, folder: Path) -> dict[str, Any]:
             for parameter in model.parameters():
                 parameter.mul_(2.0)
     frozen = build_policy(_config(weights), ranks, trainable=False)
-    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=1.0), None, 1.0)
-    (model(torch.tensor([[1, 2, 3]])).sum() * (math.nan if rank else 1.0)).backward()
-    before = [p.to_local().clone() for p in model.parameters()]
-    skipped = step()["skipped_updates"]
     return {
         "trainable": all(p.requires_grad for p in model.parameters()),
         "frozen": not any(p.requires_grad for p in frozen.parameters()),
-        "skipped": skipped,
-        "kept": all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True)),
     }
 
 
-def test_policies_on_two_ranks_load_export_and_skip_together(weights: Path, tmp_path: Path) -> None:
+def test_policies_on_two_ranks_load_and_export(weights: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # here, or every rank would import it
 
     outcomes = run_ranks(_on_rank, weights, tmp_path)
-    assert outcomes == [{"trainable": True, "frozen": True, "skipped": 1.0, "kept": True}] * 2
+    assert outcomes == [{"trainable": True, "frozen": True}] * 2
     tokens = torch.tensor([[5, 1, 7, 30, 2]])
     torch.manual_seed(4)  # the config's seed
     scratch = tiny_llama(**{k: v for k, v in MODEL.items() if k != "_component_"})
@@ -264,6 +191,7 @@ TRAINING = {
         ("evaluate_every_n_steps", 0),
         ("clip_grad_norm", 0.0),
         ("clip_grad_norm", -1.0),
+        ("max_skipped_updates", 0),
         ("num_threads", 0),
         ("output_dir", ""),
     ],
@@ -278,15 +206,6 @@ def test_training_config_refuses_a_best_metric_that_no_evaluation_reports() -> N
     best = TRAINING["checkpoints"] | {"keep_best": 1, "best_metric": "eval/heldout/pass@1"}
     with pytest.raises(ConfigError, match="checkpoints.best_metric"):
         load(OmegaConf.create(TRAINING | {"checkpoints": best}), TrainingConfig)
-
-
-def test_no_clipping_leaves_the_gradient_as_it_is() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=1.0), None, None)
-    (1000 * model.weight.sum()).backward()
-    assert step()["grad_norm"] == 1000.0
-    assert model.weight.item() == -1000.0
 
 
 def test_resumed_config_may_change_how_long_to_run_but_not_what() -> None:
