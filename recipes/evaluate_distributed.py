@@ -10,7 +10,7 @@ Writes ``<output_dir>/results.json`` and, with every completion's verdict, ``<ou
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtune_grpo.config import Component, component, instantiate, to_dict
+from torchtune_grpo.config import Component, ConfigError, component, instantiate, to_dict
 from torchtune_grpo.entry import recipe_entry
 from torchtune_grpo.evaluation import build_evaluator, summarize_by_source
 from torchtune_grpo.training.distributed import init_ranks, shut_down
@@ -23,7 +23,12 @@ from torchtune_grpo.training.setup import RecipeConfig, build_policy, check_mode
 class Config(RecipeConfig):
     """The recipe's own keys, beside those of ``RecipeConfig``."""
 
-    evaluation: dict[str, Component] = component()
+    evaluation: dict[str, Component] = component(provides=("generate", "max_prompt_tokens"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.evaluation:
+            raise ConfigError("evaluation: got no task, expected at least one")
 
 
 class EvaluateRecipe:

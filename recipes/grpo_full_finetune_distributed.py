@@ -12,7 +12,7 @@ Left out: an inference engine of its own (the trained model itself samples), mul
 
 from dataclasses import dataclass
 
-from torchtune_grpo.config import Component, ConfigError, instantiate
+from torchtune_grpo.config import Component, ConfigError, component, instantiate
 from torchtune_grpo.data import PromptLoader
 from torchtune_grpo.dynamic_sampling import InformativeGroups
 from torchtune_grpo.entry import recipe_entry
@@ -45,8 +45,8 @@ class Config(RolloutConfig):
     """The recipe's own keys, beside those of ``RolloutConfig``."""
 
     max_sampling_rounds: int = 1  # > 1: dynamic sampling, further rollouts until enough groups have spread
-    advantage: Component
-    loss: Component
+    advantage: Component = component(provides=("needs_reference", "min_group_size"))
+    loss: Component = component(provides=("needs_reference",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,6 +74,7 @@ class GRPORecipe:
         longest = max(self._generate.longest(cfg.max_prompt_tokens), self._evaluator.longest)
         check_model(cfg, self._tokenizer, longest)
         self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from, self._dataset)
+        report_data(cfg, ranks, self._dataset, self._loader.dropped, self._evaluator)
         needs_reference = self._advantage_fn.needs_reference or self._loss_fn.needs_reference
         self._reference = build_policy(cfg, ranks, trainable=False) if needs_reference else None
         resumed = self._state.resume()  # last: it restores the random state
@@ -130,7 +131,6 @@ class GRPORecipe:
             score=self._score,
             ranks=ranks,
         )
-        report_data(cfg, ranks, self._dataset, self._loader.dropped, self._evaluator)
 
     # --- Algorithm: edit here ---
 

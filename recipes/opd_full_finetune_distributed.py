@@ -15,7 +15,7 @@ Left out: teachers over another tokenizer, teachers on machines of their own.
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtune_grpo.config import Component, instantiate
+from torchtune_grpo.config import Component, component, instantiate
 from torchtune_grpo.data import PromptLoader
 from torchtune_grpo.distillation import (
     DistillationTrajectory,
@@ -46,11 +46,13 @@ CONSOLE = ("loss", "reverse_kl", "teacher_gap", "success", "response_length", "g
 class Config(RolloutConfig):
     """The recipe's own keys, beside those of ``RolloutConfig``."""
 
-    teachers: dict[str, Component]  # alias -> Teacher
-    routing: Component | None  # data sources -> aliases; null: the one teacher judges every row
+    teachers: dict[str, Component] = component(provides=("model", "weights"))  # alias -> Teacher
+    routing: Component | None = component(
+        provides=("sources",)
+    )  # data sources -> aliases; null: the one teacher judges every row
     teacher_heads: Literal["keep", "offload", "evict"] = "keep"  # LM heads between rollouts: on device, in CPU, nowhere
     tensor_parallel: int = 1  # ranks that share each LM head, a slice of the vocabulary each
-    objective: Component
+    objective: Component = component(provides=("payload", "needs_on_policy"))
 
 
 class OPDRecipe:
@@ -85,6 +87,7 @@ class OPDRecipe:
         if resume_from is not None:
             self._teachers.check_resumed(resume_from)
         self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from, self._dataset)
+        report_data(cfg, ranks, self._dataset, self._loader.dropped, self._evaluator)
         self._teachers.load(ranks, heads=cfg.teacher_heads)
         resumed = self._state.resume()  # last: it restores the random state
         self._report = Reporter(cfg, ranks, self._evaluator, resumed=resumed, console=CONSOLE)
@@ -129,7 +132,6 @@ class OPDRecipe:
             score=self._score,
             ranks=ranks,
         )
-        report_data(cfg, ranks, self._dataset, self._loader.dropped, self._evaluator)
 
     # --- Algorithm: edit here ---
 

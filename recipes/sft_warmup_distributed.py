@@ -57,6 +57,7 @@ class SFTWarmupRecipe:
         self._setup_data()
         check_model(cfg, self._tokenizer, longest=max(cfg.max_tokens, self._evaluator.longest))
         self._state = TrainState(cfg, ranks, self._tokenizer, checkpoints, resume_from, self._dataset)
+        report_data(cfg, ranks, self._dataset, self._loader.dropped, self._evaluator)
         resumed = self._state.resume()  # last: it restores the random state
         self._report = Reporter(cfg, ranks, self._evaluator, resumed=resumed, console=CONSOLE)
         self.step = 0 if resumed is None else resumed.step
@@ -81,7 +82,6 @@ class SFTWarmupRecipe:
             score=instantiate(cfg.rewards),
             ranks=ranks,
         )
-        report_data(cfg, ranks, self._dataset, self._loader.dropped, self._evaluator)
 
     # --- Algorithm: edit here ---
 

@@ -9,11 +9,8 @@ standard library are imported here.
 
 import dataclasses
 import inspect
-import os
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,11 +25,13 @@ from torchtune_grpo.config_values import (
     item_annotation,
     join,
     nearest,
+    oddity,
     options,
     parameters,
     plain,
     show,
 )
+from torchtune_grpo.dotpaths import find
 
 T = TypeVar("T")
 
@@ -44,23 +43,26 @@ class ConfigError(ValueError):
 
 
 class Component(dict[str, Any]):
-    """A ``_component_`` node of a loaded config; ``path`` is its dotted key, for error messages.
+    """A ``_component_`` node of a loaded config; ``path``: its dotted key; ``provides``: see ``component``.
 
     In a recipe's config class the name marks a field (also ``Component | None``, ``list[Component]``,
     ``dict[str, Component]``) whose value ``instantiate`` is going to build.
     """
 
-    def __init__(self, node: Mapping[str, Any], path: str) -> None:
+    def __init__(self, node: Mapping[str, Any], path: str, provides: tuple[str, ...] = ()) -> None:
         super().__init__(node)
-        self.path = path
+        self.path, self.provides = path, provides
 
 
-def component(*, runtime: tuple[str, ...] = (), default: Any = dataclasses.MISSING) -> Any:
+def component(
+    *, runtime: tuple[str, ...] = (), provides: tuple[str, ...] = (), default: Any = dataclasses.MISSING
+) -> Any:
     """A ``Component`` field whose recipe passes the arguments named in ``runtime`` to ``instantiate``.
 
-    Those arguments are then neither missing from the YAML nor allowed in it.
+    Those arguments are then neither missing from the YAML nor allowed in it. ``provides``: attributes that what is
+    built must have, as a component made for another key has not.
     """
-    metadata = {"runtime": runtime}
+    metadata = {"runtime": runtime, "provides": provides}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -79,14 +81,17 @@ def load(cfg: DictConfig, schema: type[T]) -> T:
     try:
         node = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{error.full_key}: this value cannot be resolved: {reason}") from error
+        key = error.full_key or "config"
+        raise ConfigError(f"{key}: this value cannot be resolved: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise ConfigError("config: this value cannot be resolved: interpolations lead in a circle") from error
     check = _Check()
     runtime = {field.name: field.metadata.get("runtime", ()) for field in dataclasses.fields(schema)}
     check.call(schema, node, "", children_runtime=runtime)
     if check.problems:
         raise ConfigError("\n".join(check.lines()))
-    return schema(**{key: _with_paths(value, key) for key, value in node.items()})
+    provides = {field.name: field.metadata.get("provides", ()) for field in dataclasses.fields(schema)}
+    return schema(**{key: _with_paths(value, key, provides[key]) for key, value in node.items()})
 
 
 def instantiate(node: Mapping[str, Any] | None, /, **runtime: Any) -> Any:
@@ -95,8 +100,8 @@ def instantiate(node: Mapping[str, Any] | None, /, **runtime: Any) -> Any:
     ``runtime`` arguments go to the outermost component only.
 
     Raises:
-        ConfigError: the dotpath is no importable callable, or the component refused its values (with a
-            ``ValueError``) or the files they name (``OSError``); the message starts with the key.
+        ConfigError: the dotpath is no importable callable, or the component refused its values or the files that
+            they name, or failed; the message starts with the key.
     """
     if node is None:
         return None
@@ -105,7 +110,13 @@ def instantiate(node: Mapping[str, Any] | None, /, **runtime: Any) -> Any:
     path = getattr(node, "path", "")
     if not is_component(node):
         raise ConfigError(f"{path or 'config'}: got {show(node)}, expected a mapping with {_KEY}")
-    return _build(node, path, runtime)
+    built = _build(node, path, runtime)
+    lacking = [name for name in getattr(node, "provides", ()) if not hasattr(built, name)]
+    if lacking:
+        raise ConfigError(
+            f"{path}: got {show(node)}, which has no {' and no '.join(lacking)}, expected one for this key"
+        )
+    return built
 
 
 def to_dict(cfg: Any) -> dict[str, Any]:
@@ -119,29 +130,11 @@ def to_yaml(cfg: Any) -> str:
 
 
 def locate(dotpath: str, path: str) -> Callable[..., Any]:
-    """The callable that a ``_component_`` dotpath names; ``path`` is the key of its node, for the message.
-
-    Raises:
-        ConfigError: nothing of that name can be imported, or it cannot be called.
-    """
-    key = join(path, _KEY)
-    # First, not last: the user's own `dev` or module of any name must win over an installed one.
-    if os.getcwd() not in sys.path[:1]:
-        sys.path.insert(0, os.getcwd())
-    if not isinstance(dotpath, str) or not all(part.isidentifier() for part in dotpath.split(".")):
-        raise ConfigError(f"{key}: got {show(dotpath)}, expected a dotpath such as package.module.name")
-    found, names = None, dotpath.split(".")
+    """What a ``_component_`` dotpath names; ``path`` is the key of its node, for the message. Raises ConfigError."""
     try:
-        for i, name in enumerate(names):
-            if found is None or (isinstance(found, types.ModuleType) and not hasattr(found, name)):
-                found = import_module(".".join(names[: i + 1]))
-            else:
-                found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}: cannot import {dotpath!r}: {error}{nearest(name, dir(found))}") from error
-    if not callable(found):
-        raise ConfigError(f"{key}: got {dotpath!r}, a {type(found).__name__}, expected a class or function")
-    return found
+        return find(dotpath)
+    except ValueError as error:
+        raise ConfigError(f"{join(path, _KEY)}: {error}") from error
 
 
 def _build(value: Any, path: str, runtime: Mapping[str, Any]) -> Any:
@@ -157,6 +150,8 @@ def _build(value: Any, path: str, runtime: Mapping[str, Any]) -> Any:
         return target(**arguments | runtime)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path or value[_KEY]}: {error}") from error
+    except Exception as error:  # its arguments come from the config, whatever it makes of them
+        raise ConfigError(f"{path or value[_KEY]}: {value[_KEY]} failed: {type(error).__name__}: {error}") from error
 
 
 class _Check:
@@ -207,6 +202,8 @@ class _Check:
         if value == "???" or not accepting:
             got = "nothing (???)" if value == "???" else show(value)
             self._add(path, f"got {got}, expected {describe(annotation)}{hint(value, annotation)}")
+        elif odd := oddity(value):
+            self._add(path, f"got {show(value)}, expected {odd}")
         elif isinstance(value, list):
             for i, item in enumerate(value):
                 self.value(item, item_annotation(accepting[0], i), f"{path}[{i}]", runtime)
@@ -233,11 +230,12 @@ class _Check:
         return nearest(name, self._names[here], cutoff=0.85 if elsewhere else 0.5) + belongs
 
 
-def _with_paths(value: Any, path: str) -> Any:
-    """Marks every ``_component_`` node with its path."""
+def _with_paths(value: Any, path: str, provides: tuple[str, ...] = ()) -> Any:
+    """Marks every ``_component_`` node with its path, the outermost with what they must provide."""
     if isinstance(value, list):
-        return [_with_paths(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return [_with_paths(item, f"{path}[{i}]", provides) for i, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    node = {key: _with_paths(item, join(path, key)) for key, item in value.items()}
-    return Component(node, path) if is_component(node) else node
+    inner = () if is_component(value) else provides
+    node = {key: _with_paths(item, join(path, key), inner) for key, item in value.items()}
+    return Component(node, path, provides) if is_component(node) else node

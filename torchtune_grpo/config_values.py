@@ -9,6 +9,7 @@ understood (a string, a type variable, an enum, a protocol without ``__call__``)
 import difflib
 import enum
 import inspect
+import math
 import os
 import types
 import typing
@@ -115,6 +116,15 @@ def hint(value: Any, annotation: Any) -> str:
         return "; it was read as a string: write the number without quotes"
     if isinstance(value, float) and value.is_integer() and int in accepted:
         return f"; write {int(value)}"
+    return ""
+
+
+def oddity(value: Any) -> str:
+    """What a number should be that no key can mean, whatever its annotation; empty for all others."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "a number of at most 64 bits"
     return ""
 
 

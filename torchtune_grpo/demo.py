@@ -22,6 +22,10 @@ METRICS = ("eval/greedy/pass@1", "eval/sampled/avg@8", "eval/sampled/pass@8", "e
 
 def launch(recipe: str, config: str, ranks: int, *overrides: str) -> float:
     """Runs a recipe with ``tune run``; returns its wall-clock seconds. Its failure ends this program."""
+    if not Path(f"recipes/{recipe}.py").is_file():
+        sys.exit(
+            f"error: got no recipes/{recipe}.py in {Path.cwd()}, expected to be launched from the repository's root"
+        )
     tune = Path(sys.executable).with_name("tune")
     command = [str(tune), "run", "--nproc_per_node", str(ranks), f"recipes/{recipe}.py", "--config", config]
     print(f"\n$ tune {' '.join([*command[1:], *overrides])}", flush=True)
@@ -60,12 +64,23 @@ def table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def make_folder(folder: Path, parser: argparse.ArgumentParser) -> None:
+    """Makes ``--output-dir``; ends the program where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output-dir: got {folder}, which cannot be written to: {error}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
+    if args.ranks < 1:
+        parser.error(f"--ranks: got {args.ranks}, expected at least 1")
+    make_folder(args.output_dir, parser)
     out, start = args.output_dir, time.monotonic()
     sft, grpo = out / "sft_warmup", out / "grpo"
     common = f"seed={args.seed}"

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from torchtune_grpo import plot
-from torchtune_grpo.demo import launch
+from torchtune_grpo.demo import launch, make_folder
 from torchtune_grpo.training.checkpoint_files import newest_checkpoint, read_state
 from torchtune_grpo.training.metrics import read_metrics
 
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--baseline", action="store_true", help="also GRPO from the student's start, for comparison")
     args = parser.parse_args()
+    make_folder(args.output_dir, parser)
     start, demo = time.monotonic(), Demo(args.output_dir, args.seed)
     teachers, runs = demo.run(baseline=args.baseline)
     report = summarize(demo, teachers, runs)

@@ -10,6 +10,7 @@ from typing import TypeVar
 from omegaconf import DictConfig
 
 from torchtune_grpo.config import ConfigError, load
+from torchtune_grpo.config_faults import reason
 from torchtune_grpo.failures import TRACEBACK_VARIABLE, RunError, end_run, own_rank, stop_watching
 
 T = TypeVar("T")
@@ -89,5 +90,5 @@ def _parse_command_line(description: str | None) -> DictConfig:
         if not parsed:
             raise
     except Exception as error:
-        raise ConfigError(f"--config and key=value overrides: {error}") from error
+        raise ConfigError(f"--config and key=value overrides: {reason(error)}") from error
     return parsed[0]

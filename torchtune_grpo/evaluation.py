@@ -5,6 +5,7 @@ seeds, and training's random state is never touched.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.progress import progress_bar
 
 SAMPLES_PER_TASK = 1
+_NAME = re.compile(r"\w[\w.-]*")  # of a task, after which files are called
 
 __all__ = [
     "SAMPLE_COLUMNS",
@@ -96,19 +98,21 @@ class Evaluator:
         world_size: int,
     ) -> None:
         self.tasks, self._tokenizer, self._score = tasks, tokenizer, score
-        self._loaders = {
-            name: EvalLoader(
-                task.dataset,
-                tokenizer,
-                prompt,
-                batch_size=task.batch_size,
-                max_prompt_tokens=task.max_prompt_tokens,
-                rank=rank,
-                world_size=world_size,
-                seed=task.seed,
-            )
-            for name, task in tasks.items()
-        }
+        self._loaders = {}
+        for name, task in tasks.items():
+            try:
+                self._loaders[name] = EvalLoader(
+                    task.dataset,
+                    tokenizer,
+                    prompt,
+                    batch_size=task.batch_size,
+                    max_prompt_tokens=task.max_prompt_tokens,
+                    rank=rank,
+                    world_size=world_size,
+                    seed=task.seed,
+                )
+            except ConfigError as error:
+                raise ConfigError(f"evaluation.{name}: {error}") from error
 
     def __bool__(self) -> bool:
         return bool(self.tasks)
@@ -182,7 +186,14 @@ class Evaluator:
 def build_evaluator(
     tasks: Mapping[str, Component], *, tokenizer: Tokenizer, prompt: Prompt, score: ScoreFn, ranks: Ranks
 ) -> Evaluator:
-    """The ``Evaluator`` of a recipe: ``tasks`` are the nodes under its key ``evaluation``."""
+    """The ``Evaluator`` of a recipe: ``tasks`` are the nodes under its key ``evaluation``.
+
+    Raises:
+        ConfigError: what a task or its data refuses, or a name that cannot be that of a file.
+    """
+    for name in tasks:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"evaluation: got the name {name!r}, expected one of letters, digits, '_', '-' and '.'")
     return Evaluator(
         {name: instantiate(node) for name, node in tasks.items()},
         tokenizer=tokenizer,

@@ -19,16 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtune_grpo.json_rows import RowError, read_lines
 from torchtune_grpo.rewards.answers import answers_match, is_gradable
 from torchtune_grpo.rewards.judge import start_judge
 from torchtune_grpo.rewards.xml import parse_completion
 
 TIMEOUT_S = 0.8  # of processor time; up to 1.2 by the clock
 _KEYS = {"completion": str, "gold": str, "prefilled_think": bool}
-
-
-class RowError(ValueError):
-    """A line of the file that is not a gradable row."""
 
 
 def grade_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -46,25 +43,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         RowError: a line is no JSON object, or a key is missing or of another type; names the line and the
         key. OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _checked(line, f"{path}:{number}")
-
-
-def _checked(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise RowError(f"{where}: got a JSON {type(row).__name__}, expected an object with {', '.join(_KEYS)}")
-    for key, kind in _KEYS.items():
-        if key not in row:
-            raise RowError(f"{where}: missing the key {key!r}, expected a {kind.__name__}")
-        if not isinstance(row[key], kind):
-            raise RowError(f"{where}: {key!r} is a {type(row[key]).__name__}, expected a {kind.__name__}")
-    return row
+    for where, row in read_lines(path):
+        for key, kind in _KEYS.items():
+            if key not in row:
+                raise RowError(f"{where}: missing the key {key!r}, expected a {kind.__name__}")
+            if not isinstance(row[key], kind):
+                raise RowError(f"{where}: {key!r} is a {type(row[key]).__name__}, expected a {kind.__name__}")
+        yield row
 
 
 def main() -> int:

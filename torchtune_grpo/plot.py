@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from torchtune_grpo.json_rows import RowError, checked
 from torchtune_grpo.training.metrics import read_metrics
 
 _EVALUATION = re.compile(r"eval/(.+)/pass@1")
@@ -25,13 +26,29 @@ def read_run(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: the folder holds none; the message says which folders beneath it do.
+        RowError: a row is no object of numbers with ``step`` and ``time_s``; names the row.
     """
     path = folder / "metrics.jsonl"
     if path.is_file():
-        return read_metrics(path)
+        try:
+            lines = read_metrics(path)
+        except UnicodeDecodeError as error:
+            raise RowError(f"{path}: not UTF-8: {error}") from error
+        return [_checked(line, f"{path}, row {number}") for number, line in enumerate(lines, start=1)]
     runs = ", ".join(str(found.parent) for found in sorted(folder.glob("*/metrics.jsonl")))
     hint = f"; did you mean {runs}?" if runs else ""
     raise FileNotFoundError(f"{folder}: expected a run's output_dir with a metrics.jsonl in it{hint}")
+
+
+def _checked(value: Any, where: str) -> dict[str, Any]:
+    line = checked(value, where)
+    for key, _, _ in _CLOCKS:
+        if line.get(key) is None:
+            raise RowError(f"{where}: missing the key {key!r}, expected a number")
+    for key, value in line.items():
+        if not isinstance(value, int | float | None):
+            raise RowError(f"{where}: {key!r} is a {type(value).__name__}, expected a number or null")
+    return line
 
 
 def series(lines: Sequence[dict[str, Any]], name: str, clock: str) -> tuple[list[float], list[float]]:
@@ -89,11 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         runs = {str(folder): read_run(folder) for folder in options.runs}
-    except FileNotFoundError as error:
+        out = options.out or options.runs[0] / "learning_curve.png"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draw(runs).savefig(out, dpi=130)
+    except (OSError, ValueError) as error:  # ValueError: a row, or a kind of picture that matplotlib does not know
         sys.exit(str(error))
-    out = options.out or options.runs[0] / "learning_curve.png"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs).savefig(out, dpi=130)
     print(out)
 
 

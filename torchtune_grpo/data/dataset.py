@@ -1,18 +1,19 @@
 """Examples, data sets, and the ways to split, mix and compare them."""
 
+import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from torchtune_grpo.config import ConfigError
+from torchtune_grpo.json_rows import RowError, checked, parse, read_lines
 from torchtune_grpo.rewards.answers import is_gradable
 from torchtune_grpo.seeds import mix_seed
-
-_FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,11 @@ def parse_partition(text: str) -> Partition:
     return lambda index: first <= index % parts <= last
 
 
-def load_rows(path: str, *, split: str, name: str | None) -> Iterable[Mapping]:
-    """Rows of a data set on the Hugging Face hub, or of a local .jsonl, .json or .parquet file.
+def load_rows(path: str, *, split: str, name: str | None) -> Iterator[tuple[str, Mapping]]:
+    """Rows of a data set on the Hugging Face hub, or of a local .jsonl, .json or .parquet file, with their places.
+
+    A local .json holds one list of rows, or a row a line. Files are read here rather than by ``datasets``, so that a
+    fault is named with its line and nothing is copied into a cache.
 
     Args:
         path: name on the hub, or the file.
@@ -79,27 +83,66 @@ def load_rows(path: str, *, split: str, name: str | None) -> Iterable[Mapping]:
         name: configuration on the hub.
 
     Raises:
-        ConfigError: there is no such file, or the hub's data set cannot be loaded.
+        ConfigError: there is no such file, a row of it cannot be read, or the hub's data set cannot be loaded.
     """
+    read = _READERS.get(Path(path).suffix)
+    if not path or (read and not os.path.isfile(path)):
+        raise ConfigError(f"`path` is {path!r}; there is no such file")
+    if read is None and (os.path.isfile(path) or os.path.isabs(path) and not os.path.isdir(path)):
+        raise ConfigError(f"`path` is {path!r}; expected a .jsonl, .json or .parquet file, or a name on the hub")
+    if read is None:
+        yield from _hub_rows(path, split, name)
+        return
+    empty = True
+    try:
+        for row in read(Path(path)):
+            empty = False
+            yield row
+    except RowError as error:
+        raise ConfigError(f"`path`: {error}") from error
+    except (OSError, ValueError) as error:  # of pyarrow
+        raise ConfigError(f"`path`: cannot read {path}: {error}") from error
+    if empty:
+        raise ConfigError(f"`path`: {path} holds no row")
+
+
+def _hub_rows(path: str, split: str, name: str | None) -> Iterator[tuple[str, Mapping]]:
     import datasets
 
-    kind = _FILE_KINDS.get(Path(path).suffix)
-    if kind and not Path(path).is_file():
-        raise ConfigError(f"`path` is {path!r}; there is no such file")
     try:
-        if kind:
-            return datasets.load_dataset(kind, data_files=str(path), split="train")
-        return datasets.load_dataset(path, name, split=split)
+        rows = datasets.load_dataset(path, name, split=split)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:  # StopIteration: no row
         raise ConfigError(
             f"cannot load `path` {path!r}, `split` {split!r}: {error}. Check both, or name a local .jsonl or "
             ".parquet file where the hub cannot be reached"
         ) from error
+    return _placed(rows, path)
+
+
+def _json_rows(path: Path) -> Iterable[tuple[str, Mapping]]:
+    text = path.read_bytes()
+    if not text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        return read_lines(path)
+    return [(where, checked(row, where)) for where, row in _placed(parse(text, str(path)), path)]
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping]]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        yield from _placed((row for batch in file.iter_batches() for row in batch.to_pylist()), path)
+
+
+def _placed(rows: Iterable[Any], path: str | Path) -> Iterator[tuple[str, Any]]:
+    return ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+_READERS = {".jsonl": read_lines, ".json": _json_rows, ".parquet": _parquet_rows}
 
 
 def collect(
-    rows: Iterable[Mapping],
-    parse: Callable[[Mapping], Example | str],
+    rows: Iterable[tuple[str, Mapping]],
+    parse_row: Callable[[Mapping], Example | str],
     *,
     fields: Sequence[str],
     partition: str,
@@ -108,7 +151,8 @@ def collect(
 ) -> Dataset:
     """The usable rows of a partition, at most ``limit``; the others are counted, never dropped unseen.
 
-    ``chosen`` says which rows are wanted at all (the others are not counted); ``parse`` turns a row into an
+    ``rows`` come with their places, for messages.
+    ``chosen`` says which rows are wanted at all (the others are not counted); ``parse_row`` turns a row into an
     example or into the reason why it cannot. Rows with nothing in one of ``fields`` are dropped too, and rows
     whose gold answer no judge can read (``answer_not_gradable``): whatever the policy wrote, it could not be
     paid.
@@ -121,14 +165,14 @@ def collect(
     member = parse_partition(partition)
     examples: list[Example] = []
     dropped: Counter[str] = Counter()
-    for index, row in enumerate(rows):
+    for index, (where, row) in enumerate(rows):
         if len(examples) == limit:
             break
         if not member(index) or not chosen(row):
             continue
         if missing := set(fields) - set(row):
-            raise ConfigError(f"`path`: row {index} has the fields {list(row)}; expected also {sorted(missing)}")
-        example = _fault(row, fields) or parse(row)
+            raise ConfigError(f"`path`: {where}: got the fields {list(row)}, expected also {sorted(missing)}")
+        example = _fault(row, fields) or parse_row(row)
         if isinstance(example, Example) and not is_gradable(example.answer):
             example = "answer_not_gradable"
         if isinstance(example, str):
@@ -142,7 +186,16 @@ def _fault(row: Mapping, fields: Sequence[str]) -> str | None:
     """Why a row has nothing to parse, None where it has."""
     if not all(row[name] for name in fields):
         return "field_empty"
-    return None if all(isinstance(row[name], str) for name in fields) else "field_not_text"
+    return None if all(_is_text(row[name]) for name in fields) else "field_not_text"
+
+
+def _is_text(value: Any) -> bool:
+    """A string that UTF-8 can spell; JSON can also hold half of a surrogate pair, which no tokenizer takes."""
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def mixed_dataset(datasets: list[Dataset], weights: list[float], size: int | None = None, seed: int = 0) -> Dataset:

@@ -1,6 +1,6 @@
 """Loaders whose order is a pure function of (seed, step): a run resumes from the step number alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,12 +43,15 @@ class _Row:
 class _EpochOrder:
     """Deals rows to ranks in global batches: a new permutation each epoch, whose remainder is left out."""
 
-    def __init__(self, rows: int, *, batch_size: int, rank: int, world_size: int, seed: int) -> None:
+    def __init__(
+        self, rows: int, dropped: Mapping[str, int], *, batch_size: int, rank: int, world_size: int, seed: int
+    ) -> None:
         self.global_batch = batch_size * world_size
         if rows < self.global_batch:
             raise ConfigError(
-                f"dataset: {rows} rows are usable, expected at least the {self.global_batch} of one step; lower "
-                "prompts_per_step or examples_per_step, or raise max_prompt_tokens or max_tokens"
+                f"dataset: {rows} rows are usable (dropped: {_listed(dropped)}), expected at least the "
+                f"{self.global_batch} of one step; lower prompts_per_step or examples_per_step, or raise "
+                "max_prompt_tokens or max_tokens"
             )
         self.steps_per_epoch = rows // self.global_batch
         self._rows, self._seed = rows, seed
@@ -92,7 +95,10 @@ class PromptLoader:
         seed: int,
     ) -> None:
         self._rows, self.dropped = _encode_prompts(dataset, tokenizer, prompt, max_prompt_tokens)
-        self._order = _EpochOrder(len(self._rows), batch_size=batch_size, rank=rank, world_size=world_size, seed=seed)
+        dropped = {**dataset.dropped, **self.dropped}
+        self._order = _EpochOrder(
+            len(self._rows), dropped, batch_size=batch_size, rank=rank, world_size=world_size, seed=seed
+        )
         self._tokenizer, self._first_place, self._seed = tokenizer, rank * batch_size, seed
         self.sources = sorted({row.example.source for row in self._rows})
         self.steps_per_epoch = self._order.steps_per_epoch
@@ -132,8 +138,8 @@ class EvalLoader:
         rows, self.dropped = _encode_prompts(dataset, tokenizer, prompt, max_prompt_tokens)
         if not rows or batch_size < 1:
             raise ConfigError(
-                f"evaluation: got {len(rows)} usable rows and batch_size {batch_size}, expected both > 0; "
-                "max_prompt_tokens may be too low"
+                f"got {len(rows)} usable rows (dropped: {_listed({**dataset.dropped, **self.dropped})}) and "
+                f"batch_size {batch_size}, expected both > 0; max_prompt_tokens may be too low"
             )
         self.num_rows = len(rows)
         mine = [(row.index, row) for row in rows[rank::world_size]]
@@ -178,7 +184,10 @@ class SFTLoader:
         encoded = [_encode_example(example, tokenizer, prompt) for example in dataset.examples]
         self._rows = [row for row in encoded if len(row[0]) <= max_tokens]
         self.dropped = _counted("example_too_long", len(encoded) - len(self._rows))
-        self._order = _EpochOrder(len(self._rows), batch_size=batch_size, rank=rank, world_size=world_size, seed=seed)
+        dropped = {**dataset.dropped, **self.dropped}
+        self._order = _EpochOrder(
+            len(self._rows), dropped, batch_size=batch_size, rank=rank, world_size=world_size, seed=seed
+        )
         self._pad_id = tokenizer.pad_id
         self.steps_per_epoch = self._order.steps_per_epoch
 
@@ -220,6 +229,10 @@ def _encode_example(example: Example, tokenizer: Tokenizer, prompt: Prompt) -> t
     """The ids to learn from, and how many of them are prompt."""
     prompt_ids = prompt.encode(tokenizer, example.question)
     return [*prompt_ids, *tokenizer.encode(example.solution), tokenizer.eos_id], len(prompt_ids)
+
+
+def _listed(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason}: {count}" for reason, count in dropped.items()) or "none"
 
 
 def _counted(reason: str, count: int) -> dict[str, int]:

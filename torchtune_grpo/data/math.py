@@ -89,7 +89,7 @@ def _braced(text: str) -> str | None:
     return None
 
 
-def _rows(path: str, split: str) -> Iterator[Mapping]:
+def _rows(path: str, split: str) -> Iterator[tuple[str, Mapping]]:
     names: Sequence[str | None] = SUBJECTS if path in ONE_CONFIG_PER_SUBJECT else (None,)
     return chain.from_iterable(load_rows(path, split=split, name=name) for name in names)
 

@@ -43,6 +43,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 
 TOKENIZER_FOLDER = Path(__file__).parent / "tiny_tokenizer"
+MOST = 1_000_000
 _TRIES_PER_EXAMPLE = 200
 
 
@@ -121,8 +122,8 @@ def _misplaced(rows: Sequence[Example]) -> list[Example]:
 def _check_arguments(split: str, size: int, worked_share: float, operations: Sequence[str]) -> None:
     if split not in SPLIT_BUCKETS:
         raise ConfigError(f"`split` is {split!r}; expected one of {list(SPLIT_BUCKETS)}")
-    if size < 1:
-        raise ConfigError(f"`size` is {size}; expected a positive number of problems")
+    if not 1 <= size <= MOST:
+        raise ConfigError(f"`size` is {size}; expected a number of problems from 1 to {MOST}")
     if not 0 <= worked_share <= 1:
         raise ConfigError(f"`worked_share` is {worked_share}; expected a share from 0 to 1")
     if not operations or not set(operations) <= set(OPERATIONS):

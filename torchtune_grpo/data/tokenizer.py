@@ -54,7 +54,9 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.files = [folder / name for name in _EXPORTED_FILES if (folder / name).is_file()]
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        if not self.vocabulary:
+            raise ConfigError(f"`tokenizer.path`: {folder / 'tokenizer.json'} holds no token")
+        self.vocab_size = max(self.vocabulary.values()) + 1
         self._read_special_tokens(folder, stop_tokens or [])
         with_specials = self._tokenizer.encode("", add_special_tokens=True).ids
         self._adds_bos = self.bos_id is not None and self.bos_id in with_specials
@@ -90,7 +92,9 @@ class Tokenizer:
         """Ids of tokens given as text, saved AddedToken or id; what the vocabulary lacks is left out."""
         ids = []
         for token in tokens:
-            text = token["content"] if isinstance(token, dict) else token
+            text = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(text, str | int | None) or (isinstance(token, dict) and text is None):
+                raise ConfigError(f"`tokenizer.path`: got the special token {token!r}, expected a text or an id")
             ids.append(self._tokenizer.token_to_id(text) if isinstance(text, str) else text)
         return [i for i in ids if i is not None and 0 <= i < self.vocab_size]
 

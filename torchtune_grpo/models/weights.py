@@ -18,10 +18,12 @@ from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
 from torchtune.modules import RMSNorm, TransformerDecoder
 
 from torchtune_grpo.config import ConfigError
+from torchtune_grpo.config_values import describe, fits, options, show
 from torchtune_grpo.models.qwen3 import NormedHeadsLinear, qwen3_hf_to_tune, qwen3_tune_to_hf
 
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+_FLOATS = ("BF16", "F16", "F32", "F64")
 MAX_SHARD_BYTES = 5 * 2**30
 
 
@@ -39,6 +41,18 @@ FAMILIES = {
     "qwen3": Family(qwen3_hf_to_tune, qwen3_tune_to_hf),
 }
 
+_CONFIG_KEYS = {
+    "num_attention_heads": int,
+    "hidden_size": int,
+    "num_key_value_heads": int | None,
+    "head_dim": int | None,
+    "rms_norm_eps": float | None,
+    "rope_theta": float | None,
+    "rope_scaling": dict | None,
+    "rope_parameters": dict | None,
+}
+"""What is read of a config.json, beside its ``model_type``."""
+
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """``config.json`` of a Hugging Face folder. Raises ConfigError: missing, unreadable, or another family."""
@@ -51,10 +65,13 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         raise ConfigError(f"weights: cannot read {path}: {e}") from e
     if not isinstance(config, dict):
         raise ConfigError(f"weights: got a {type(config).__name__} in {path}, expected a JSON object")
-    if config.get("model_type") not in FAMILIES:
+    if config.get("model_type") not in list(FAMILIES):
         raise ConfigError(
             f"weights: got model_type {config.get('model_type')!r} in {path}, expected {sorted(FAMILIES)}"
         )
+    for key, option in _CONFIG_KEYS.items():
+        if not any(fits(config.get(key), kind) for kind in options(option)) or config.get(key) == 0:
+            raise ConfigError(f"weights: {key}: got {show(config.get(key))} in {path}, expected {describe(option)}")
     return config
 
 
@@ -70,8 +87,13 @@ def check_weights(folder: str | Path, model: TransformerDecoder) -> None:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                    shapes[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
-        except SafetensorError as e:
+                    header = file.get_slice(name)
+                    if header.get_dtype() not in _FLOATS:
+                        raise ConfigError(
+                            f"weights: {name}: got dtype {header.get_dtype()} in {path}, expected one of {_FLOATS}"
+                        )
+                    shapes[name] = torch.empty(header.get_shape(), device="meta")
+        except (SafetensorError, OSError) as e:
             raise ConfigError(f"weights: cannot read {path}, perhaps an incomplete download: {e}") from e
     try:
         converted = _convert(FAMILIES[config["model_type"]].from_hf, shapes, config)
@@ -217,7 +239,18 @@ def _convert(fn: Callable[..., dict[str, Tensor]], tensors: dict[str, Tensor], c
 
 
 def _safetensors(folder: str | Path) -> list[Path]:
-    paths = sorted(Path(folder).glob("*.safetensors"))
+    """The folder's shards: those of its index if it has one, else all. Raises ConfigError: none, or one is missing."""
+    index = Path(folder) / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            paths = [Path(folder) / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ConfigError(f"weights: cannot read {index}, expected a JSON object with weight_map: {e!r}") from e
+    else:
+        paths = sorted(Path(folder).glob("*.safetensors"))
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise ConfigError(f"weights: {folder} lacks {missing}, perhaps an incomplete download")
     if not paths:
         raise ConfigError(f"weights: got {folder} without any *.safetensors, expected a Hugging Face folder")
     return paths

@@ -14,6 +14,7 @@ from torchtune_grpo.collectives import all_gather_objects, rank, world_size
 from torchtune_grpo.config import ConfigError
 
 MANIFEST, METRICS = "manifest.json", "metrics.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NAME = re.compile(r"step_(\d{8,})")
 _WRITER = re.compile(r"(?:__|rank_)(\d+)")  # torch DCP's shards, and what each rank keeps for itself
 _BLOCK = 1 << 22
@@ -33,16 +34,22 @@ def resolve_weights(path: str, *, key: str = "weights") -> Path:
     Raises:
         ConfigError: ``path`` is none of these; ``key`` is the config key that it names.
     """
-    given = Path(path)
-    newest = newest_checkpoint(given / "checkpoints")
-    for folder in (given, given / "hf", *([newest / "hf"] if newest else [])):
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-            return folder
-    found = ", ".join(sorted(child.name for child in given.iterdir())[:10]) if given.is_dir() else ""
-    problem = f"a folder with {found or 'nothing in it'}" if given.is_dir() else "no folder"
+    given, found, problem, advice = Path(path), [], "no folder", ""
+    if path and os.path.isdir(path):
+        newest = newest_checkpoint(given / "checkpoints")
+        for folder in (given, given / "hf", *([newest / "hf"] if newest else [])):
+            if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+                return folder
+        found = sorted(child.name for child in given.iterdir())
+        problem = f"a folder with {', '.join(found[:10]) or 'nothing in it'}"
+    if any(name.endswith(PICKLED) for name in found):
+        advice = (
+            "; pickled weights are never opened, as they can run code: convert them where you trust them, with "
+            "transformers' from_pretrained(...).save_pretrained(...)"
+        )
     raise ConfigError(
         f"{key}: got {path!r}, which is {problem}; expected a folder with config.json and *.safetensors, "
-        "a checkpoint folder step_*, or the output_dir of a run with a checkpoint"
+        f"a checkpoint folder step_*, or the output_dir of a run with a checkpoint{advice}"
     )
 
 

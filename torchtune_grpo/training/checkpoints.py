@@ -9,6 +9,7 @@ nodes the folder must be on a file system that all of them see.
 """
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -254,7 +255,7 @@ class CheckpointManager:
         if resume == "auto":
             return list(reversed(by_step(self.folder)))
         path = None if resume is None else Path(resume)
-        if path is not None and not (path / "state.json").is_file():
+        if path is not None and not os.path.isfile(path / "state.json"):
             raise ConfigError(f"resume: got {resume!r}, expected 'auto', null or a checkpoint folder step_*")
         if newest is not None and (path is None or path.resolve() != newest.resolve()):
             given = "null" if resume is None else repr(resume)

@@ -18,6 +18,8 @@ def linear_schedule_with_warmup(
         raise ConfigError(
             f"num_warmup_steps: got {num_warmup_steps}, expected fewer than total_steps ({num_training_steps})"
         )
+    if final_lr_ratio < 0:
+        raise ConfigError(f"final_lr_ratio: got {final_lr_ratio}, expected >= 0")
 
     def factor(step: int) -> float:
         if step < num_warmup_steps:

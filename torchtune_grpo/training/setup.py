@@ -45,9 +45,9 @@ class RecipeConfig:
     device: str = "cpu"
     dtype: Literal["fp32", "bf16"] = "fp32"
     num_threads: int | None = None
-    tokenizer: Component
-    prompt: Component
-    model: Component
+    tokenizer: Component = component(provides=("encode_prompt", "vocab_size"))
+    prompt: Component = component(provides=("encode",))
+    model: Component = component(provides=("tok_embeddings", "layers"))
     weights: str | None
     dp_replicate: int = 1
     rewards: Component
@@ -76,16 +76,16 @@ class TrainingConfig(RecipeConfig):
 
     activation_checkpointing: bool = False
     compile: bool = False
-    dataset: Component
+    dataset: Component = component(provides=("examples", "dropped"))
     total_steps: int
     max_tokens_per_micro_batch: int
-    optimizer: Component = component(runtime=("params",))
+    optimizer: Component = component(runtime=("params",), provides=("step", "param_groups"))
     lr_scheduler: Component | None = component(runtime=("optimizer", "num_training_steps"), default=None)
     clip_grad_norm: float | None = 1.0  # null: gradients are not clipped
     max_skipped_updates: int = 5  # so many in a row without a finite gradient end the run
-    evaluation: dict[str, Component] = component(default={})
+    evaluation: dict[str, Component] = component(provides=("generate", "max_prompt_tokens"), default={})
     evaluate_every_n_steps: int = 10
-    checkpoints: Component = component(runtime=("output_dir",))
+    checkpoints: Component = component(runtime=("output_dir",), provides=("start", "save"))
     resume: str | None = "auto"
     metric_loggers: list[Component] = component(default=[])
 
@@ -107,10 +107,10 @@ class RolloutConfig(TrainingConfig):
 
     prompts_per_step: int  # prompts of one rollout, over all ranks; each gets generate.group_size completions
     max_prompt_tokens: int  # longer prompts are left out and counted
-    generate: Component
+    generate: Component = component(provides=("on_policy", "longest"))
     trained_rows: Component
     token_weights: Component
-    logprobs: Component = component(runtime=("temperature",))
+    logprobs: Component = component(runtime=("temperature",), provides=("plan",))
     old_logprobs: Component
     epochs_per_rollout: int = 1  # passes over a rollout
     minibatches_per_epoch: int = 1  # optimizer steps in a pass
@@ -120,6 +120,7 @@ class RolloutConfig(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "epochs_per_rollout", "minibatches_per_epoch", "log_samples_every_n_steps")
+        check_at_least(0, self, "num_logged_samples")
         if self.total_steps % self.updates_per_rollout:
             raise ConfigError(
                 f"total_steps: got {self.total_steps}, expected a multiple of the {self.updates_per_rollout} optimizer "
@@ -154,7 +155,7 @@ def make_output_dir(cfg: RecipeConfig, ranks: Ranks) -> None:
         with TemporaryFile(dir=cfg.output_dir):
             pass
         lock = os.open(Path(cfg.output_dir) / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # never closed: death releases it
-    except OSError as e:
+    except (OSError, ValueError) as e:
         raise ConfigError(f"output_dir: got {cfg.output_dir!r}, which cannot be written to: {e}") from e
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -37,7 +37,8 @@ class TrainState:
     Collective: building broadcasts the weights from rank 0.
 
     Raises:
-        ConfigError: ``resume_from`` was saved with another config, but for the keys ``MAY_CHANGE``, or with other data.
+        ConfigError: ``resume_from`` was saved with another config, but for the keys ``MAY_CHANGE``, or with other data;
+            or what ``optimizer`` and ``lr_scheduler`` refuse, before weights load.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TrainState:
         resume_from: Path | None,
         dataset: Dataset,
     ) -> None:
+        _check_optimizer(cfg, ranks)
         self._dataset = dataset.fingerprint()
         if resume_from is not None:
             saved = read_state(resume_from)
@@ -110,6 +112,13 @@ class TrainState:
                 config=to_dict(self._cfg),
                 export=self._export,
             )
+
+
+def _check_optimizer(cfg: TrainingConfig, ranks: Ranks) -> None:
+    """Builds the optimizer and its schedule for a single number. Raises ConfigError for what they refuse."""
+    parameter = torch.nn.Parameter(torch.zeros(1, device=ranks.device))
+    optimizer = instantiate(cfg.optimizer, params=[parameter])
+    instantiate(cfg.lr_scheduler, optimizer=optimizer, num_training_steps=cfg.total_steps)
 
 
 def check_resumed_config(saved: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:

@@ -58,7 +58,8 @@ def parsed(row):
 
 def collected(rows, *, partition="0-0/1", limit=None, **options):
     filled = [{"q": "?", "a": "1", "reason": "", **row} for row in rows]
-    return collect(filled, parsed, fields=("q", "a"), partition=partition, limit=limit, **options)
+    placed = [(f"rows.jsonl:{number}", row) for number, row in enumerate(filled, start=1)]
+    return collect(placed, parsed, fields=("q", "a"), partition=partition, limit=limit, **options)
 
 
 def test_collect_counts_what_it_drops_by_reason():
@@ -83,8 +84,8 @@ def test_collect_partitions_rows_before_any_is_dropped_or_chosen():
 
 
 def test_collect_refuses_rows_of_another_format():
-    with pytest.raises(ConfigError, match=r"`path`.*row 0.*\['other'\].*\['a', 'q'\]"):
-        collect([{"other": 1}], parsed, fields=("q", "a"), partition="0-0/1", limit=None)
+    with pytest.raises(ConfigError, match=r"`path`: rows.jsonl:7: .*\['other'\].*\['a', 'q'\]"):
+        collect([("rows.jsonl:7", {"other": 1})], parsed, fields=("q", "a"), partition="0-0/1", limit=None)
 
 
 def test_mixed_dataset_draws_in_proportion_and_keeps_sources():

@@ -169,7 +169,7 @@ def test_prompt_loader_drops_and_counts_prompts_beyond_the_limit():
 
 @pytest.mark.parametrize("make", [prompt_loader, sft_loader])
 def test_loader_refuses_fewer_rows_than_one_batch_on_every_rank(make):
-    with pytest.raises(ConfigError, match="3 rows are usable, expected at least the 4.*prompts_per_step"):
+    with pytest.raises(ConfigError, match="3 rows are usable .*, expected at least the 4.*prompts_per_step"):
         make([1, 2, 3], batch_size=2, world_size=2)
     with pytest.raises(ConfigError, match="1 rows are usable"):
         make([1, 99], batch_size=2)
