@@ -69,12 +69,13 @@ def output(config: Path) -> str:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """All that the run of this output_dir left behind, clocks aside."""
-    checkpoints = sorted(folder.glob("checkpoints/*"))
+    *_, last = checkpoints = sorted(folder.glob("checkpoints/step_*"))
     return {
         "metrics": without_clocks(folder),
         "samples": (folder / "samples.jsonl").read_text(),
-        "checkpoints": [path.name for path in checkpoints],
-        "weights": (checkpoints[-1] / "hf/model.safetensors").read_bytes(),
+        "last checkpoint": last.name,  # a signal's checkpoint may have taken another's place
+        "half or damaged checkpoints": sorted(path.name for path in set(folder.glob("checkpoints/*")) - {*checkpoints}),
+        "weights": (last / "hf/model.safetensors").read_bytes(),
     }
 
 

@@ -4,7 +4,7 @@
 
 Two ranks, each a process of its own as under srun, with several updates a rollout, dynamic sampling, evaluations and a
 save in the background every two steps. At a random moment one rank or both get SIGKILL, SIGTERM, SIGINT or SIGUSR1;
-the same command then continues, until the run is done. Its metric lines (clocks aside), samples, kept checkpoints and
+the same command then continues, until the run is done. Its metric lines (clocks aside), samples, last checkpoint and
 exported weights must be those of the undisturbed run, byte for byte. A kill during the imports is not among the moments
 (``benchmarks.forked_ranks``). The last line of output is JSON.
 """

@@ -8,8 +8,9 @@ ratio). No loss makes a collective.
 
 Metrics are local, detached (sum, count) pairs over the trained tokens, those of positive weight; a copy of a
 micro-batch with weight 0 adds nothing. Which keys there are depends on the config alone, so all ranks agree:
-``loss`` (weighted sum, sum of weights), ``ratio``, ``clip_low`` and ``clip_high`` (shares of tokens at a
-bound), ``kl_old`` (k3 estimate of KL(sampling policy || current policy)) and ``kl_ref``, nats a token.
+``loss`` (weighted sum, sum of weights, both over the number of ranks), ``ratio``, ``clip_low`` and ``clip_high``
+(shares of tokens at a bound), ``kl_old`` (k3 estimate of KL(sampling policy || current policy)) and ``kl_ref``, nats a
+token.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from torchtune_grpo.collectives import world_size
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.kl import LOG_RATIO_BOUND, check_coefficient, check_estimator, kl_estimate
 from torchtune_grpo.types import LossFn, LossOutput, Metrics, Trajectory, masked_sum
@@ -166,7 +168,7 @@ class SumLoss:
         outputs = [term(logprobs, trajectory) for term in self.terms]
         loss = torch.stack([output.loss for output in outputs]).sum()
         metrics = {name: pair for output in outputs for name, pair in output.metrics.items()}
-        return LossOutput(loss=loss, metrics=metrics | _loss_metric(loss, trajectory))
+        return LossOutput(loss=loss, metrics=metrics | loss_metric(loss, trajectory))
 
 
 def _in_response(values: Tensor, trajectory: Trajectory) -> Tensor:
@@ -189,11 +191,13 @@ def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
 
 def _output(objective: Tensor, trajectory: Trajectory, metrics: Metrics) -> LossOutput:
     loss = -(_in_response(trajectory.token_weights, trajectory) * objective).sum()
-    return LossOutput(loss=loss, metrics={**metrics, **_loss_metric(loss, trajectory)})
+    return LossOutput(loss=loss, metrics={**metrics, **loss_metric(loss, trajectory)})
 
 
-def _loss_metric(loss: Tensor, trajectory: Trajectory) -> _Pairs:
-    return {"loss": (loss.detach(), masked_sum(trajectory.token_weights, trajectory.rollout.response_mask))}
+def loss_metric(loss: Tensor, trajectory: Trajectory) -> _Pairs:
+    """Both parts without the factor that the weights carry, so that updates on any number of ranks count alike."""
+    weights = masked_sum(trajectory.token_weights, trajectory.rollout.response_mask)
+    return {"loss": (loss.detach() / world_size(), weights / world_size())}
 
 
 def _policy_metrics(log_ratio: Tensor, ratio: Tensor, trajectory: Trajectory) -> _Pairs:

@@ -16,8 +16,8 @@ from torchtune_grpo.distillation.components import Divergence, ReverseKL
 from torchtune_grpo.distillation.metrics import means, minima
 from torchtune_grpo.distillation.payloads import DistillationTrajectory, HiddenStates, NoPayload, Payload
 from torchtune_grpo.distillation.projection import DivergenceHead, TeacherSide
-from torchtune_grpo.losses import ClippedSurrogate
-from torchtune_grpo.types import AdvantageFn, LogprobsFn, LossFn, LossOutput, Rewards, Rollout, masked_sum
+from torchtune_grpo.losses import ClippedSurrogate, loss_metric
+from torchtune_grpo.types import AdvantageFn, LogprobsFn, LossFn, LossOutput, Rewards, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class FullVocabulary:
             torch.zeros_like(weights).masked_scatter(mask, values) for values in head.statistics.unbind(dim=1)
         )
         metrics = {
-            "loss": (loss.detach(), masked_sum(weights, mask)),
+            **loss_metric(loss, trajectory),
             **means("reverse_kl", reverse_kl, trajectory, names),
             **means("student_entropy", entropy, trajectory, names),
         }

@@ -105,7 +105,8 @@ class Reporter:
             if name == "lr":
                 self._lr = value
             else:
-                self._sums.add(name, value, 1.0)
+                share = 1.0 / self._ranks.world_size  # every rank adds it: an update counts once on any number of ranks
+                self._sums.add(name, value * share, share)
 
     def log(self, step: int) -> None:
         """Reduces what was added since the last call and writes one line.
