@@ -11,8 +11,10 @@ of its second. Linux only. The last line is JSON.
 
 import argparse
 import json
+import os
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -73,11 +75,10 @@ def look(processes: list[BaseProcess], run: Path) -> dict[str, Any]:
 
 def _bytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pruned meanwhile
-            continue
+    for parent, _, names in os.walk(folder):  # which passes over what is pruned meanwhile
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

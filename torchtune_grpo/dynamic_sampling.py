@@ -89,7 +89,7 @@ def concat_rollouts(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
     prompt_width = max(rollout.prompt_width for rollout in rollouts)
     response_width = max(rollout.response_mask.shape[1] for rollout in rollouts)
     padded = [_widen(rollout, prompt_width, response_width, pad_id) for rollout in rollouts]
-    first_group = accumulate((len(rollout) // rollout.group_size for rollout in rollouts), initial=0)
+    first_group = accumulate((int(rollout.groups.max()) + 1 for rollout in rollouts), initial=0)
     return replace(
         padded[0],
         tokens=torch.cat([rollout.tokens for rollout in padded]),

@@ -68,7 +68,7 @@ def explain(error: BaseException) -> tuple[str, int, bool]:
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
         return f"Error:\nout of memory: {text.splitlines()[0]:.300}\n{_LESS_MEMORY}\n{advice}", 1, True
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"Error:\nno room left on the disk: {text}; free some, or change output_dir\n{advice}", 1, True
+        return f"Error:\nno room left on the disk: {text}; free some and launch again\n{advice}", 1, True
     if any(sign in str(error) for sign in _CONNECTION_LOST):
         lost = "another rank left without a word: was it killed, as for want of memory? See its own output"
         return f"Error:\n{lost}; here: {text:.300}\n{advice}", 1, True

@@ -176,8 +176,8 @@ class Generate:
                 decoder.run(logits.repeat_interleave(self.group_size, dim=0))
         if not bool(done.logprobs.isfinite().all()):
             raise RunError(
-                "rollout: the policy's logits are not finite: its weights or its dtype overflowed; resume from an "
-                "earlier checkpoint with a lower optimizer.lr, or set dtype=fp32"
+                "rollout: the policy's logits are not finite: its weights or its dtype overflowed; start another run "
+                "from an earlier checkpoint (weights, output_dir) with a lower optimizer.lr, or with dtype=fp32"
             )
         return done
 

@@ -104,7 +104,7 @@ def _call(
     """What the judge returns. Where it raises, the rows are tried one by one to find one at which it does."""
     try:
         return fn(completions, answers, **taken)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         row = next((i for i in range(len(completions)) if _raises(fn, completions, answers, taken, i)), None)
         at = f"on {len(completions)} rows, on none of them alone"
         if row is not None:
@@ -120,7 +120,7 @@ def _raises(
     alone = slice(row, row + 1)
     try:
         fn(completions[alone], answers[alone], **{key: values[alone] for key, values in taken.items()})
-    except Exception:
+    except (Exception, SystemExit):
         return True
     return False
 

@@ -3,6 +3,7 @@
 ``manifest.json`` holds size and CRC-32 of every other file, but for ``metrics.json``, which may be written later.
 """
 
+import errno
 import json
 import os
 import re
@@ -69,6 +70,14 @@ def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / "state.json").read_text())
 
 
+def read_metrics_of(path: Path) -> dict[str, float]:
+    """A checkpoint's ``metrics.json``; nothing where it cannot be read, as it is no part of the manifest."""
+    try:
+        return json.loads((path / METRICS).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def own_files(folder: Path) -> Manifest:
     """Sizes and checksums of the files that this rank wrote, every rank its own. Local."""
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -84,7 +93,7 @@ def find_damage(folder: Path) -> str | None:
         expected = json.loads((folder / MANIFEST).read_text())
         mine = sorted(expected.items())[rank() :: world_size()]
         problems = [problem for name, (size, crc) in mine if (problem := _problem(folder, name, size, crc))]
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (FileNotFoundError, ValueError, AttributeError, TypeError) as error:  # a disk that fails is no damage
         problems = [f"{MANIFEST}: {error}"]
     found = sorted({problem for part in all_gather_objects(problems) for problem in part})
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -134,5 +143,8 @@ def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):  # not all file systems sync folders
+            raise
     finally:
         os.close(descriptor)

@@ -11,10 +11,12 @@ nodes the folder must be on a file system that all of them see.
 import json
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from math import isnan
 from pathlib import Path
@@ -39,6 +41,7 @@ from torchtune_grpo.training.checkpoint_files import (
     find_damage,
     newest_checkpoint,
     own_files,
+    read_metrics_of,
     read_state,
     write_durably,
 )
@@ -60,9 +63,9 @@ class Resumed:
     same_ranks: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Snapshot:
-    """All that a checkpoint is made of, unaffected by the training that goes on."""
+    """All that a checkpoint is made of; ``device``: the index of this rank's GPU, if any."""
 
     step: int
     train: Mapping[str, Any]
@@ -70,6 +73,7 @@ class _Snapshot:
     state: str
     metrics: Mapping[str, float]
     write_export: Callable[[Path], None]
+    device: int | None
 
 
 @dataclass(kw_only=True)
@@ -135,7 +139,7 @@ class CheckpointManager:
             raise ConfigError(f"resume: got {resume!r}, expected a checkpoint without damage\n{found}")
         if rank() == 0:
             for path, damage in damaged.items():
-                aside = path.rename(path.with_name(f"damaged_{path.name}"))
+                aside = path.rename(path.with_name(f"damaged_{path.name}_{time.time_ns()}"))
                 warnings.warn(f"{path} is damaged and passed over, see {aside}: {damage}", stacklevel=2)
         return candidates[len(damaged)] if candidates else None
 
@@ -171,17 +175,17 @@ class CheckpointManager:
                     write_durably(final / METRICS, json.dumps(dict(metrics)))
             return final
         if dist.is_initialized() and self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        with shared_errors(f"checkpoint of step {step}, copying the state"):
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # the slowest writer's
+        with shared_errors(f"checkpoint of step {step}, copying the state"):  # memory may run out on one rank
             train = _train_state(model, optimizer, scheduler)
-            snapshot = _Snapshot(
-                step=step,
-                train=_copy(train) if self.asynchronous else train,
-                local={"random": random_state(), **local},
-                state=json.dumps(_state(step, extra=extra, config=config), indent=2),
-                metrics=metrics,
-                write_export=export(),
-            )
+            train = _copy(train) if self.asynchronous else train
+            kept = {"random": random_state(), **local}
+            versions = {name: version(name) for name in ("torch", "torchtune")}
+            state = {"step": step, "world_size": world_size(), "versions": versions, "extra": extra, "config": config}
+        with shared_errors(f"checkpoint of step {step}, copying the weights"):
+            write_export = export()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        snapshot = _Snapshot(step, train, kept, json.dumps(state, indent=2), metrics, write_export, device)
         if self.asynchronous:
             self._pending = self._thread.submit(self._write, snapshot)
         else:
@@ -197,6 +201,9 @@ class CheckpointManager:
     def _write(self, snapshot: _Snapshot) -> None:
         final = self.folder / f"step_{snapshot.step:08d}"
         partial = self.folder / f".{final.name}.tmp"
+
+        if snapshot.device is not None:
+            torch.cuda.set_device(snapshot.device)  # DCP asks for a stream of the thread's device
 
         def stage(name: str) -> Any:
             return shared_errors(f"checkpoint of step {snapshot.step}, {name}", self._group)
@@ -269,23 +276,18 @@ class CheckpointManager:
         paths = complete_checkpoints(self.folder)
         kept = set(paths[-self.keep_last :])
         if self.keep_best:
-            scores = {path: json.loads((path / METRICS).read_text()).get(self.best_metric) for path in paths}
+            scores = {path: read_metrics_of(path).get(self.best_metric) for path in paths}
             ranked = [path for path in paths if scores[path] is not None and not isnan(scores[path])]
             kept.update(sorted(ranked, key=scores.get)[-self.keep_best :])
         for path in set(paths) - kept:
             hidden = path.rename(path.with_name(f".{path.name}.tmp"))  # a kill leaves no half a step_* folder
-            shutil.rmtree(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)  # the next start clears what is left
 
 
 def _train_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     return state if scheduler is None else state | {"scheduler": scheduler.state_dict()}
-
-
-def _state(step: int, **values: Mapping[str, Any]) -> dict[str, Any]:
-    versions = {name: version(name) for name in ("torch", "torchtune")}
-    return {"step": step, "world_size": world_size(), "versions": versions, **values}
 
 
 def _copy(value: Any) -> Any:

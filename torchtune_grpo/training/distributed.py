@@ -98,6 +98,7 @@ def shut_down() -> None:
     The barrier also lets gloo's threads drop the Python objects of earlier collectives: one that still does so
     while the interpreter exits aborts the process.
     """
+    dist.barrier()  # whoever fails before it is still watched
     stop_watching()
     dist.barrier()
     dist.destroy_process_group()

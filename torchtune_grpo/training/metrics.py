@@ -276,7 +276,7 @@ def _write_line(file: TextIO, line: Mapping[str, Any]) -> None:
     except OSError as error:
         raise RunError(
             f"{file.name}: cannot be written: {error}; mend that and launch again, which resumes from the newest "
-            "checkpoint, or change output_dir"
+            "checkpoint"
         ) from error
 
 

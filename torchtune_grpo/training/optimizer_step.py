@@ -54,8 +54,8 @@ class OptimizerStep:
         if self.skipped_in_a_row >= self._max_skipped:
             raise RunError(
                 f"step {step}: update number {self.skipped_in_a_row} in a row with a gradient that is not finite (norm "
-                f"{norm}; all were skipped, max_skipped_updates ends the run); lower optimizer.lr or clip_grad_norm "
-                f"or resume from an earlier checkpoint; {self._keep(batch, step)}"
+                f"{norm}; all were skipped, max_skipped_updates ends the run); start another run from an "
+                f"earlier checkpoint (weights, output_dir) with a lower optimizer.lr; {self._keep(batch, step)}"
             )
         self._optimizer.zero_grad(set_to_none=True)
         if self._scheduler is not None:

@@ -2,13 +2,17 @@
 
 import os
 import signal
+import time
 from types import FrameType
 
 from torchtune_grpo.collectives import any_rank, rank
 from torchtune_grpo.training.progress import say
 
 PREEMPTED = 75
-"""Exit status of every rank of a run that was asked to leave and can be continued by the same command."""
+"""Exit status of every rank of a run that was asked to leave and can be continued."""
+
+SAME_SIGNAL_S = 5.0
+"""A launcher may pass on what each rank got already: a SIGTERM within so many seconds of another is the same one."""
 
 
 class Preemption:
@@ -16,11 +20,12 @@ class Preemption:
 
     While the run is being set up there is nothing to save: SIGUSR1 ends the process at once with ``PREEMPTED``, SIGTERM
     kills it (a launcher also sends it to what is left of a run that failed, which must not look like a preemption).
-    From ``defer`` on, either makes ``requested`` true; a second SIGTERM kills the process.
+    From ``defer`` on, either makes ``requested`` true; a SIGTERM ``SAME_SIGNAL_S`` after the first kills the process.
     """
 
     def __init__(self) -> None:
         self._asked = self._deferred = False
+        self._terminated = float("inf")  # when the first SIGTERM came
         signal.signal(signal.SIGUSR1, self._ask)
 
     def defer(self) -> None:
@@ -37,11 +42,15 @@ class Preemption:
             os._exit(PREEMPTED)
         self._asked = True
         if number == signal.SIGTERM:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            now = time.monotonic()
+            if now - self._terminated >= SAME_SIGNAL_S:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)
+            self._terminated = min(self._terminated, now)
 
 
 def say_preempted(step: int) -> None:
     """Rank 0 says that all work up to ``step`` is safe. No collective."""
     if rank() == 0:
         kept = f"the checkpoint of step {step} is saved" if step else "before the first step"
-        say(f"preempted: {kept}; the same command continues the run")
+        say(f"preempted: {kept}; the same command with resume=auto continues the run")

@@ -20,10 +20,14 @@ from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_expor
 MAY_CHANGE = frozenset(
     "output_dir resume total_steps device num_threads dp_replicate activation_checkpointing compile "
     "max_tokens_per_micro_batch evaluation evaluate_every_n_steps checkpoints metric_loggers log_every_n_steps "
-    "log_samples_every_n_steps num_logged_samples max_skipped_updates teachers teacher_heads tensor_parallel".split()
+    "log_samples_every_n_steps num_logged_samples max_skipped_updates weights "
+    "teachers teacher_heads tensor_parallel".split()
 )
-"""Keys that a resumed run may change: they say how and how long to run, not which run it is. Which checkpoints the
-``teachers`` are is held against a saved list of its own."""
+"""Keys that a resumed run may change: they say how and how long to run, not which run it is. Which folder ``weights``
+means, and which checkpoints the ``teachers`` are, is held against what was saved of its own."""
+
+MEMORY_OF_GENERATE = frozenset({"max_cached_tokens", "gather_parameters", "cuda_graphs"})
+"""Keys of ``generate`` that a resumed run may change too."""
 
 
 class TrainState:
@@ -51,11 +55,12 @@ class TrainState:
         dataset: Dataset,
     ) -> None:
         _check_optimizer(cfg, ranks)
-        self._dataset = dataset.fingerprint()
+        weights = None if cfg.weights_folder is None else str(cfg.weights_folder.resolve())
+        self._identity = {"dataset": dataset.fingerprint(), "weights": weights}
         if resume_from is not None:
             saved = read_state(resume_from)
             check_resumed_config(saved["config"], to_dict(cfg), resume_from)
-            check_resumed_dataset(saved["extra"]["dataset"], self._dataset, resume_from)
+            check_resumed_identity(saved["extra"], self._identity, resume_from)
         self._resume_from = resume_from
         if ranks.is_main and cfg.weights_folder is not None:
             say(f"weights from {cfg.weights_folder}")  # which of a run's checkpoints it is
@@ -106,7 +111,7 @@ class TrainState:
                 model=self.model,
                 optimizer=self._optimizer,
                 scheduler=self._scheduler,
-                extra={"dataset": self._dataset, "skipped_in_a_row": self.optimizer_step.skipped_in_a_row, **extra},
+                extra={**self._identity, "skipped_in_a_row": self.optimizer_step.skipped_in_a_row, **extra},
                 local={"report": report.state(), "rollout": rollout},
                 metrics=report.evaluated(step),
                 config=to_dict(self._cfg),
@@ -123,17 +128,28 @@ def _check_optimizer(cfg: TrainingConfig, ranks: Ranks) -> None:
 
 def check_resumed_config(saved: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:
     """Refuses to go on as another run under the old name. Raises ConfigError with every key that differs."""
-    keys = [k for k in {**saved, **current} if k not in MAY_CHANGE and saved.get(k) != current.get(k)]
+    keys = [k for k in {**saved, **current} if k not in MAY_CHANGE and _kept(saved, k) != _kept(current, k)]
     if keys:
         lines = [f"{key}: got {current.get(key)}, but {path} was saved with {saved.get(key)}" for key in keys]
         advice = "Set them back, or start another run: another `output_dir`, with `weights` naming this checkpoint."
         raise ConfigError("\n".join([*lines, advice]))
 
 
-def check_resumed_dataset(saved: str, current: str, path: Path) -> None:
-    """Raises ConfigError where the rows are no longer those of the run: the same step would be of other prompts."""
-    if saved != current:
-        raise ConfigError(
-            f"dataset: got {current}, but {path} was saved with {saved}; bring its files back to what they were, or "
-            "start another run: another `output_dir`, with `weights` naming this checkpoint"
-        )
+def _kept(config: Mapping[str, Any], key: str) -> Any:
+    """What of a key makes the run the run that it is."""
+    value = config.get(key)
+    if key == "generate" and isinstance(value, Mapping):
+        return {name: item for name, item in value.items() if name not in MEMORY_OF_GENERATE}
+    return value
+
+
+def check_resumed_identity(saved: Mapping[str, Any], current: Mapping[str, str | None], path: Path) -> None:
+    """Raises ConfigError where ``weights`` now means another folder, as of a run that has gone on, or where the rows
+    are no longer those of the run: the same step would be of other prompts."""
+    remedies = {"weights": "set it to that folder", "dataset": "bring its files back to what they were"}
+    for key, remedy in remedies.items():
+        if saved.get(key) != current[key]:
+            raise ConfigError(
+                f"{key}: got {current[key]}, but {path} was saved with {saved.get(key)}; {remedy}, or start another "
+                "run: another `output_dir`, with `weights` naming this checkpoint"
+            )

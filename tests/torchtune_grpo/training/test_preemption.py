@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests.torchtune_grpo.distributed_helpers import run_ranks
+from torchtune_grpo.training import preemption as preemption_module
 from torchtune_grpo.training.preemption import PREEMPTED, Preemption
 
 
@@ -23,20 +24,22 @@ def test_signal_to_one_rank_is_known_to_all_and_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "deferred", "signals", "status"),
+    ("number", "deferred", "signals", "same_s", "status"),
     [
-        (signal.SIGUSR1, False, 1, PREEMPTED),
-        (signal.SIGTERM, False, 1, -signal.SIGTERM),
-        (signal.SIGUSR1, True, 2, 0),
-        (signal.SIGTERM, True, 1, 0),
-        (signal.SIGTERM, True, 2, -signal.SIGTERM),
+        (signal.SIGUSR1, False, 1, 5.0, PREEMPTED),
+        (signal.SIGTERM, False, 1, 5.0, -signal.SIGTERM),
+        (signal.SIGUSR1, True, 2, 0.0, 0),
+        (signal.SIGTERM, True, 1, 0.0, 0),
+        (signal.SIGTERM, True, 2, 5.0, 0),  # a launcher has passed on what the rank got already
+        (signal.SIGTERM, True, 2, 0.0, -signal.SIGTERM),
     ],
 )
 def test_process_ends_at_once_in_set_up_and_at_a_second_sigterm(
-    number: signal.Signals, deferred: bool, signals: int, status: int
+    number: signal.Signals, deferred: bool, signals: int, same_s: float, status: int
 ) -> None:
     child = os.fork()
     if child == 0:
+        preemption_module.SAME_SIGNAL_S = same_s
         preemption = Preemption()
         if deferred:
             preemption.defer()
