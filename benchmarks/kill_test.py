@@ -43,7 +43,6 @@ CHANGES = {
     "max_sampling_rounds": 2,
     "epochs_per_rollout": 2,
     "minibatches_per_epoch": 2,
-    "total_steps": 24,
     # Untrained completions are never right; their lengths differ, which gives the groups a spread.
     "rewards": {
         "weights": {"length": 1.0},
@@ -97,18 +96,18 @@ class Trace:
         Reporter.evaluate, CheckpointManager._write, Preemption.defer = evaluating, saving, deferred
 
 
-def make_config(folder: Path) -> Path:
+def make_config(folder: Path, steps: int) -> Path:
     folder.mkdir()
-    cfg = OmegaConf.merge(OmegaConf.load(ROOT / "configs/tiny/grpo.yaml"), CHANGES, {"output_dir": str(folder / "run")})
-    OmegaConf.save(cfg, folder / "config.yaml")
+    of_run = {"output_dir": str(folder / "run"), "total_steps": steps}
+    OmegaConf.save(
+        OmegaConf.merge(OmegaConf.load(ROOT / "configs/tiny/grpo.yaml"), CHANGES, of_run), folder / "config.yaml"
+    )
     return folder / "config.yaml"
 
 
-def disturbed(
-    folder: Path, kills: int, duration: float, rng: random.Random, trace: Trace
-) -> tuple[Path, list[dict[str, Any]]]:
-    """A run that is killed up to ``kills`` times; its folder, and an entry a kill."""
-    config, entries = make_config(folder), []
+def disturbed(config: Path, kills: int, duration: float, rng: random.Random, trace: Trace) -> list[dict[str, Any]]:
+    """A run that is killed up to ``kills`` times, and an entry a kill."""
+    entries: list[dict[str, Any]] = []
     while True:
         trace.reset()
         processes = launch(RECIPE, config, in_rank_0=trace.install)
@@ -117,7 +116,7 @@ def disturbed(
         if None not in codes:
             if codes != [0, 0]:
                 raise RuntimeError(f"undisturbed ranks ended with {codes}:\n{output(config)[-3000:]}")
-            return folder / "run", entries
+            return entries
         number, targets = rng.choice(SIGNALS), rng.choice(((0,), (1,), (0, 1)))
         phase, before = str(trace), time.monotonic()
         for rank in targets:
@@ -144,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--kills-per-run", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of a run, a multiple of 4")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     import_recipe(RECIPE)
@@ -152,16 +152,16 @@ def main() -> None:
     differences: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         before = time.monotonic()
-        run, _ = disturbed(Path(name) / "undisturbed", 0, 0.0, rng, trace)
-        duration = time.monotonic() - before
-        expected, runs = outcome(run), 0
+        config, runs = make_config(Path(name) / "undisturbed", args.steps), 0
+        disturbed(config, 0, 0.0, rng, trace)
+        duration, expected = time.monotonic() - before, outcome(config.with_name("run"))
         while len(entries) < args.kills:
             runs += 1
             kills = min(args.kills - len(entries), args.kills_per_run)
-            run, killed = disturbed(Path(name) / f"run{runs}", kills, duration, rng, trace)
-            got = outcome(run)
+            config = make_config(Path(name) / f"disturbed{runs}", args.steps)
+            entries += disturbed(config, kills, duration, rng, trace)
+            got = outcome(config.with_name("run"))
             differences += [f"run {runs}: {key}" for key in expected if got[key] != expected[key]]
-            entries += killed
     asked = [e for e in entries if e["codes"] == [PREEMPTED] * 2 and not e["phase"].startswith("set-up")]
     times = [e["seconds"] for e in asked] or [0.0]
     bad = [e for e in entries if not e["ok"]]

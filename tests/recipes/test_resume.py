@@ -65,7 +65,7 @@ def test_run_continues_from_any_step_as_if_it_had_never_ended(differences: dict[
 
 
 def test_killed_runs_end_like_the_undisturbed_one() -> None:
-    summary = script("benchmarks.kill_test", "--kills", "6", "--kills-per-run", "3", "--seed", "1")
+    summary = script("benchmarks.kill_test", "--kills", "6", "--steps", "12", "--seed", "1")
     assert summary["kills"] == 6 and summary["differences"] == summary["unexpected_ends"] == []
 
 

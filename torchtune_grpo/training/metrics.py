@@ -10,8 +10,6 @@ tables.
 import json
 import math
 import os
-import resource
-import sys
 import time
 import warnings
 from collections import defaultdict
@@ -31,8 +29,6 @@ from torchtune_grpo.config import instantiate
 from torchtune_grpo.failures import RunError
 from torchtune_grpo.training.progress import say
 from torchtune_grpo.types import Metrics
-
-_GIB = 2**30
 
 
 class MetricSums:
@@ -68,10 +64,9 @@ class MetricSums:
         """Adds what another ``MetricSums`` held."""
         for name, pair in state["pairs"].items():
             self.add(name, *pair)
-        for name, value in state["minima"].items():
-            self.minimum(name, value)
-        for name, value in state["maxima"].items():
-            self.maximum(name, value)
+        for kind, add in (("minima", self.minimum), ("maxima", self.maximum)):
+            for name, value in state[kind].items():
+                add(name, value)
 
     def reduce(self) -> dict[str, float]:
         """Global sum / count, minimum or maximum of every name that any rank added; then starts afresh.
@@ -172,7 +167,14 @@ class MetricLog:
         self._to_loggers(lambda logger: logger.close())
 
     def _append(self, file: TextIO, line: Mapping[str, Any]) -> None:
-        _write_line(file, line)
+        try:
+            file.write(json_text(line) + "\n")
+            file.flush()
+        except OSError as error:
+            raise RunError(
+                f"{file.name}: cannot be written: {error}; mend that and launch again, which resumes from the newest "
+                "checkpoint"
+            ) from error
         self.lines[Path(file.name).name] += 1
 
     def _to_loggers(self, call: Callable[[MetricLoggerInterface], None]) -> None:
@@ -181,47 +183,6 @@ class MetricLog:
             with _warning_instead_of_error(f"metric logger {type(logger).__name__}"):
                 call(logger)
                 self._loggers.append(logger)
-
-
-class PhaseTimer:
-    """Wall-clock seconds of named phases: ``with timer("rollout"): ...``; on CUDA, of finished work.
-
-    An exception in the block gets the phase as a note, for the message that ends the run.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = self._now()
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"phase {phase}")
-            raise
-        finally:
-            self._seconds[phase] += self._now() - start
-
-    def pop(self) -> dict[str, float]:
-        """``{"seconds/<phase>": seconds}`` since the last call, local to this rank."""
-        seconds = {f"seconds/{phase}": value for phase, value in self._seconds.items()}
-        self._seconds.clear()
-        return seconds
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory held so far, GiB: allocated by torch on a CUDA device, else resident in the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / _GIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / _GIB
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -267,17 +228,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_line(file: TextIO, line: Mapping[str, Any]) -> None:
-    try:
-        file.write(json_text(line) + "\n")
-        file.flush()
-    except OSError as error:
-        raise RunError(
-            f"{file.name}: cannot be written: {error}; mend that and launch again, which resumes from the newest "
-            "checkpoint"
-        ) from error
 
 
 @contextmanager

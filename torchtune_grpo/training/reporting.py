@@ -14,7 +14,8 @@ from torchtune_grpo.data import Dataset, overlap
 from torchtune_grpo.evaluation import SAMPLE_COLUMNS, Evaluator
 from torchtune_grpo.training.checkpoints import Resumed
 from torchtune_grpo.training.distributed import Ranks
-from torchtune_grpo.training.metrics import MetricLog, MetricSums, PhaseTimer, peak_memory_gib
+from torchtune_grpo.training.metrics import MetricLog, MetricSums
+from torchtune_grpo.training.phases import PhaseTimer, peak_memory_gib
 from torchtune_grpo.training.progress import say
 from torchtune_grpo.training.setup import TrainingConfig
 from torchtune_grpo.types import Metrics
