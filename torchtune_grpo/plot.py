@@ -70,8 +70,9 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> Figure:
     panels[1, 0].set_ylabel("training reward")
     for panel in panels.flat:
         panel.grid(alpha=0.3)
-    if panels[0, 0].get_legend_handles_labels()[1]:
-        panels[0, 0].legend(fontsize="small")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    if labels:
+        figure.legend(handles, labels, fontsize="small", loc="outside upper center", ncols=3)
     return figure
 
 

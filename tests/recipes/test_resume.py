@@ -91,7 +91,7 @@ def test_signal_saves_and_ends_with_75_and_the_run_continues_on_the_same_data_on
     assert started.returncode == 75
     (saved,) = (tmp_path / "grpo/checkpoints").iterdir()
     step = int(saved.name.removeprefix("step_"))
-    assert f"preempted: the checkpoint of step {step} is saved; the same command continues the run" in said
+    assert f"preempted: the checkpoint of step {step} is saved; the same command with resume=auto continues" in said
     size.write_text("31")
     done = run("grpo_full_finetune", config, ranks=1)
     assert done.returncode != 0

@@ -182,10 +182,11 @@ class CheckpointManager:
             kept = {"random": random_state(), **local}
             versions = {name: version(name) for name in ("torch", "torchtune")}
             state = {"step": step, "world_size": world_size(), "versions": versions, "extra": extra, "config": config}
+            text = json.dumps(state, indent=2)
         with shared_errors(f"checkpoint of step {step}, copying the weights"):
             write_export = export()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        snapshot = _Snapshot(step, train, kept, json.dumps(state, indent=2), metrics, write_export, device)
+        snapshot = _Snapshot(step, train, kept, text, metrics, write_export, device)
         if self.asynchronous:
             self._pending = self._thread.submit(self._write, snapshot)
         else:

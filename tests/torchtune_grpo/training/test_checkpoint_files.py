@@ -53,7 +53,7 @@ def test_start_passes_over_a_damaged_checkpoint_and_says_so(manager, training, k
     older, newer = (save(manager, step, training) for step in (1, 2))
     damage(newer / name)
     with pytest.warns(
-        UserWarning, match=f"step_00000002 is damaged and passed over, .*damaged_step_00000002: .*{message}"
+        UserWarning, match=f"step_00000002 is damaged and passed over, .*damaged_step_00000002_.*: .*{message}"
     ):
         assert manager.start("auto") == older
     assert manager.start("auto") == older  # without a warning: the damaged one is out of the way

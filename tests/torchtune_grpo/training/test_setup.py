@@ -29,7 +29,7 @@ from torchtune_grpo.training.setup import (
     make_output_dir,
     per_rank,
 )
-from torchtune_grpo.training.train_state import MAY_CHANGE, check_resumed_config
+from torchtune_grpo.training.train_state import MAY_CHANGE, check_resumed_config, check_resumed_identity
 
 TOKENIZER = tiny_tokenizer()
 MODEL = {
@@ -215,7 +215,23 @@ def test_resumed_config_may_change_how_long_to_run_but_not_what() -> None:
         check_resumed_config(saved, saved | {"total_steps": 9, "loss": {"clip_low": 0.3}, "seed": 2}, Path("step"))
     assert "seed: got 2" in str(error.value) and "loss: got {'clip_low': 0.3}" in str(error.value)
     assert "total_steps" not in str(error.value)
-    assert {"optimizer", "model", "weights", "dataset", "seed"}.isdisjoint(MAY_CHANGE)
+    assert {"optimizer", "model", "dataset", "seed"}.isdisjoint(MAY_CHANGE)
+
+
+def test_resumed_run_may_change_what_bounds_a_rollouts_memory() -> None:
+    saved = {"generate": {"group_size": 8, "max_cached_tokens": None}}
+    check_resumed_config(saved, {"generate": {"group_size": 8, "max_cached_tokens": 4096}}, Path("step"))
+    with pytest.raises(ConfigError, match="^generate: got"):
+        check_resumed_config(saved, {"generate": {"group_size": 4, "max_cached_tokens": None}}, Path("step"))
+
+
+@pytest.mark.parametrize("key", ["weights", "dataset"])
+def test_resumed_run_with_other_weights_or_rows_is_refused(key: str) -> None:
+    """``weights`` may name the folder of a run that has gone on since."""
+    saved = {"weights": "/sft/step_2/hf", "dataset": "32 rows"}
+    check_resumed_identity(saved, saved, Path("step"))
+    with pytest.raises(ConfigError, match=f"^{key}: got other, but step was saved with {saved[key]}"):
+        check_resumed_identity(saved, saved | {key: "other"}, Path("step"))
 
 
 def test_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
