@@ -165,11 +165,11 @@ def in_fresh_process(case: Case) -> dict[str, Any]:
     return asdict(case) | measured | {"peak_share": share, "extra_share": share - GIVEN[case.method]}
 
 
-def print_row(result: dict[str, Any], plain: dict[str, Any]) -> None:
+def print_row(result: dict[str, Any]) -> None:
     chunk = "" if result["method"] in ("plain", "logits") else result["chunk"] or "default"
     print(
         f"{result['rows']:>5} {result['vocabulary']:>7} {result['width']:>5} {result['dtype']} {result['method']:<7}"
-        f" {chunk:>7} {result['seconds']:>8.2f} {result['seconds'] / plain['seconds']:>9.2f}"
+        f" {chunk:>7} {result['seconds']:>8.2f} {result['time_ratio']:>9.2f}"
         f" {result['peak_bytes'] / 2**30:>9.2f} {result['peak_share']:>11.3f} {result['extra_share']:>7.3f}",
         flush=True,
     )
@@ -189,7 +189,8 @@ def main(quick: bool) -> None:
     for case in cases(quick):
         results.append(in_fresh_process(case))
         plain = next(result for result in reversed(results) if result["method"] == "plain")
-        print_row(results[-1], plain)
+        results[-1]["time_ratio"] = results[-1]["seconds"] / plain["seconds"]
+        print_row(results[-1])
     payloads = [payload_bytes(v, d) for v, d in sorted({(r["vocabulary"], r["width"]) for r in results})]
     for payload in payloads:
         print("payload, bytes a token: V {vocabulary}, D {width}: logits {logits}, hidden_states {hidden_states}"

@@ -9,6 +9,7 @@ side by side, one core each. Writes ``results.json`` and ``learning_curve.png`` 
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,8 +53,12 @@ class Demo:
         common = {"seed": self.seed, "output_dir": str(folder), "checkpoints": checkpoints, "num_threads": 1}
         cfg = OmegaConf.merge(cfg, common, changes)
         newest = newest_checkpoint(folder / "checkpoints")
+        path = self.out / "configs" / f"{name}.yaml"
+        if path.exists() and OmegaConf.load(path) != cfg:
+            sys.exit(
+                f"error: --output-dir: got {self.out}, which holds another demo ({path} differs); take another one"
+            )
         if newest is None or read_state(newest)["step"] < cfg.total_steps:
-            path = self.out / "configs" / f"{name}.yaml"
             path.parent.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(cfg, path)
             self.seconds[name] = launch(recipe, str(path), ranks)
@@ -170,6 +175,8 @@ def main() -> None:
     plot.main([*map(str, runs.values()), "--out", str(args.output_dir / "learning_curve.png")])
     seconds = report["seconds"]["total"]
     print(f"\n{table(report)}\n\n{seconds:.0f} s in all. {args.output_dir}/results.json and learning_curve.png")
+    if not (report["routed_reaches_both_goals"] and report["swapped_reaches_neither"]):
+        sys.exit("error: this seed did not do what the demo promises")
 
 
 if __name__ == "__main__":

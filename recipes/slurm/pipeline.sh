@@ -6,7 +6,7 @@
 #   recipes/slurm/pipeline.sh configs/llama3_2_3b runs/llama --nodes=2 --gpus-per-node=8 --cpus-per-gpu=8 -- seed=1
 #
 # CONFIGS holds sft_warmup.yaml, grpo.yaml and evaluate.yaml; OUTPUT gets a folder of each name. Options
-# (--name=value) and keys go to every stage; --dry-run prints the commands and needs no Slurm.
+# (--name=value) and keys go to every stage, so only keys that all three recipes have (seed, dtype, num_threads, ...); --dry-run prints the commands and needs no Slurm.
 
 set -euo pipefail
 shopt -s inherit_errexit  # a stage that cannot be submitted stops the chain

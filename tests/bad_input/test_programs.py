@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.bad_input.entry import Outcome, run_program
+from torchtune_grpo.demo_opd import Demo
 
 ROW = {"completion": "7 </think> <answer> 7 </answer>", "gold": "7", "prefilled_think": True}
 GOOD = json.dumps(ROW).encode() + b"\n"
@@ -117,3 +118,12 @@ def test_demo_refuses_a_number_of_ranks_below_one(tmp_path: Path, monkeypatch: p
 def test_demo_refuses_another_folder_than_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "the repository's root" in last_line(run_program("torchtune_grpo.demo"))
+
+
+def test_distillation_demo_refuses_the_folder_of_another_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtune_grpo.demo_opd.launch", lambda *arguments: 0.0)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    Demo(tmp_path, seed=0).stage("student", "sft_warmup_distributed", "sft_warmup", {})
+    Demo(tmp_path, seed=0).stage("student", "sft_warmup_distributed", "sft_warmup", {})
+    with pytest.raises(SystemExit, match="--output-dir: got .*configs/student.yaml differs"):
+        Demo(tmp_path, seed=1).stage("student", "sft_warmup_distributed", "sft_warmup", {})

@@ -18,5 +18,5 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def test_config_differs_from_the_stable_one_in_logprobs_alone(experiment: str, stable: str) -> None:
     ours, theirs = (OmegaConf.to_container(OmegaConf.load(CONFIGS / name)) for name in (experiment, stable))
     assert list(ours) == list(theirs)
-    assert [key for key in theirs if ours[key] != theirs[key]] == ["logprobs"]
+    assert [key for key in theirs if ours[key] != theirs[key]] == ["output_dir", "logprobs"]
     assert ours["logprobs"]["_component_"] == "dev.shared_prefix.SharedPrefixLogprobs"

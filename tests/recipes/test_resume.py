@@ -45,13 +45,15 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]
         "opd": small_opd.config(models, folder / "opd", **FOUR_UPDATES),
         "grpo, fewer ranks": small_config("grpo", folder / "fewer", **grpo),
         "opd, more ranks": small_opd.config(models, folder / "more", **FOUR_UPDATES),
+        "sft, fewer ranks": small_config("sft_warmup", folder / "sft_fewer", **sft),
     }
-    recipes = ("sft_warmup", "grpo_full_finetune", small_opd.RECIPE, "grpo_full_finetune", small_opd.RECIPE)
-    steps = ([4, 5], [1, 3, 6], [2, 5], [5], [1])
+    recipes = ("sft_warmup", "grpo_full_finetune", small_opd.RECIPE) * 2
+    recipes = (*recipes[:3], *recipes[4:], "sft_warmup")
+    steps = ([4, 5], [1, 3, 6], [2, 5], [5], [1], [5])
     plan = [
         {"recipe": recipe, "config": str(config), "steps": steps, "ranks": ranks, "resuming": resuming}
         for recipe, config, steps, ranks, resuming in zip(
-            recipes, configs.values(), steps, (2, 2, 2, 2, 1), (2, 2, 2, 1, 2), strict=True
+            recipes, configs.values(), steps, (2, 2, 2, 2, 1, 2), (2, 2, 2, 1, 2, 1), strict=True
         )
     ]
     (folder / "plan.json").write_text(json.dumps(plan))
@@ -59,7 +61,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]
     return dict(zip(configs, found, strict=True))
 
 
-@pytest.mark.parametrize("case", ["sft", "grpo", "opd", "grpo, fewer ranks", "opd, more ranks"])
+@pytest.mark.parametrize("case", ["sft", "grpo", "opd", "grpo, fewer ranks", "opd, more ranks", "sft, fewer ranks"])
 def test_run_continues_from_any_step_as_if_it_had_never_ended(differences: dict[str, list[str]], case: str) -> None:
     assert differences[case] == []
 

@@ -29,6 +29,14 @@ def test_script_and_recipes_mean_the_same_code() -> None:
     assert f"\nPREEMPTED={PREEMPTED} " in (ROOT / RUN).read_text()
 
 
+@pytest.mark.parametrize("recipe", ["sft_warmup", "grpo_full_finetune", "opd_full_finetune", "evaluate"])
+def test_one_script_runs_every_recipe(recipe: str) -> None:
+    arguments = [f"recipes/{recipe}_distributed.py", "--config", f"configs/tiny/{recipe.split('_full')[0]}.yaml"]
+    done = bash(RUN, "--dry-run", "--ntasks-per-node=2", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert all(shlex.split(line)[-3:] == arguments for line in done.stdout.splitlines())
+
+
 def test_dry_run_prints_both_commands_with_arguments_as_given() -> None:
     overrides = ["seed=1", "prompt.template=User: {question} it's <think>", "optimizer.betas=[0.9, 0.99]"]
     done = bash(RUN, "--dry-run", "--nodes=2", "--gpus-per-node=h100:4", *GRPO, *overrides)

@@ -59,6 +59,24 @@ def _losses(folder: Path, rows: list[int], vocabulary: HeadGroup) -> dict[str, t
     return results
 
 
+def _on_one_of_four(rank: int, folder: Path) -> dict[str, tuple]:
+    """Two data-parallel groups of two ranks that share the heads, a row each."""
+    results = _losses(folder, [rank], make_head_group(_ranks(4, rank), 2, VOCAB))
+    for _, gradients, _ in results.values():
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+    return results
+
+
+def test_two_pairs_of_ranks_give_the_gradient_of_one(tmp_path: Path) -> None:
+    save_two_teachers(tmp_path)
+    ranks = run_ranks(_on_one_of_four, tmp_path, world_size=4, timeout=120)
+    whole = _losses(tmp_path, [0, 1, 2, 3], HeadGroup(start=0, stop=VOCAB, group=None))
+    for form, (loss, gradients, _) in whole.items():
+        torch.testing.assert_close(sum(rank[form][0] for rank in ranks), loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(ranks[3][form][1], gradients, rtol=1e-3, atol=1e-4)
+
+
 def _on_rank(rank: int, folder: Path) -> dict[str, Any]:
     vocabulary = make_head_group(_ranks(2, rank), 2, VOCAB)
     results = {"bounds": (vocabulary.start, vocabulary.stop)}
