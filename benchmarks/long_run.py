@@ -117,7 +117,7 @@ def summarize(looks: list[dict[str, Any]], run: Path, steps: int) -> dict[str, A
     return {
         "steps": steps,
         "seconds": round(span, 1),
-        "mib": [round(entries[-1]["mib"], 1) for entries in ranks],
+        "mib_by_tenth": [[round(looks[i * len(looks) // 10]["ranks"][r]["mib"]) for i in range(10)] for r in range(2)],
         "mib_per_1000_steps": [round(value, 3) for value in slopes],
         "files": [[min(e["files"] for e in entries), max(e["files"] for e in entries)] for entries in ranks],
         "threads": [[min(e["threads"] for e in entries), max(e["threads"] for e in entries)] for entries in ranks],
