@@ -196,7 +196,7 @@ def report(size: Size, best: dict[str, float], missing: list[str], args) -> None
         print(f"{name:14s}{value:10.1f} tokens/s")
     print(f"{'spread floor':14s}{spread_floor:10.1f} tokens/s")
     alive = useful / (best["floor_prefill"] + best["floor_alive"])
-    print(f"{'':14s}{alive:10.1f} tokens/s for the linear layers alone on the rows still alive at each token")
+    print(f"{'alive floor':14s}{alive:10.1f} tokens/s: spread, the linear layers alone on the rows left at each token")
     for line in missing:
         print(line)
     if args.device == "cpu":

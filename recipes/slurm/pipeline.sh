@@ -16,7 +16,11 @@ if [[ ${1:-} == --dry-run ]]; then
   dry_run=true
   shift
 fi
-configs=${1:?CONFIGS is missing} output=${2:?OUTPUT is missing}
+usage="usage: $0 [--dry-run] CONFIGS OUTPUT [SBATCH OPTION ...] [-- KEY=VALUE ...]"
+configs=${1:?$usage} output=${2:?$usage}
+for stage in sft_warmup grpo evaluate; do
+  [[ -f $configs/$stage.yaml ]] || { echo "CONFIGS: got '$configs', which has no $stage.yaml" >&2; exit 2; }
+done
 shift 2
 options=()
 while (($#)) && [[ $1 != -- ]]; do

@@ -39,12 +39,14 @@ def test_one_script_runs_every_recipe(recipe: str) -> None:
 
 def test_dry_run_prints_both_commands_with_arguments_as_given() -> None:
     overrides = ["seed=1", "prompt.template=User: {question} it's <think>", "optimizer.betas=[0.9, 0.99]"]
-    done = bash(RUN, "--dry-run", "--nodes=2", "--gpus-per-node=h100:4", *GRPO, *overrides)
+    options = ["--nodes=2", "--gpus-per-node=h100:4", "--cpus-per-gpu=6"]
+    done = bash(RUN, "--dry-run", *options, *GRPO, *overrides)
     assert done.returncode == 0, done.stderr
     sbatch, srun = (shlex.split(line) for line in done.stdout.splitlines())
-    assert sbatch == ["sbatch", "--nodes=2", "--gpus-per-node=h100:4", RUN, *GRPO, *overrides]
+    assert sbatch == ["sbatch", *options, RUN, *GRPO, *overrides]
     assert srun[-len(GRPO + overrides) :] == GRPO + overrides
-    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--output=runs/slurm/%j_rank_%t.log"} <= set(srun)
+    expected = {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=6"}
+    assert expected | {"--output=runs/slurm/%j_rank_%t.log"} <= set(srun)
 
 
 def test_ranks_per_node_go_before_gpus() -> None:
@@ -64,6 +66,12 @@ def test_pipeline_chains_weights_and_jobs() -> None:
     assert {"weights=runs/x/grpo", "output_dir=runs/x/evaluate"} < set(evaluate)
     assert "--dependency=afterok:JOB_ID_OF_sft_warmup" in grpo
     assert "--dependency=afterok:JOB_ID_OF_grpo" in evaluate
+
+
+@pytest.mark.parametrize(("arguments", "message"), [([], "usage: "), (["configs", "x"], "has no sft_warmup.yaml")])
+def test_pipeline_refuses(arguments: list[str], message: str) -> None:
+    done = bash(PIPELINE, "--dry-run", *arguments)
+    assert done.returncode != 0 and message in done.stderr and not done.stdout
 
 
 def test_pipeline_stops_at_a_stage_that_cannot_be_submitted(tmp_path: Path) -> None:

