@@ -11,6 +11,7 @@ second of its last quarter over those of its third. Linux only. The last line is
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import time
@@ -98,7 +99,9 @@ def watch(config: Path, run: Path) -> list[dict[str, Any]]:
 
 
 def slope(x: list[float], y: list[float]) -> float:
-    """Of the least-squares line."""
+    """Of the least-squares line; NaN for fewer than two points."""
+    if len(x) < 2:
+        return math.nan
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
 

@@ -163,7 +163,7 @@ def test_updates_that_are_not_finite_end_the_run_and_leave_the_batch_behind(tmp_
     folder = tmp_path / "sft_warmup"
     assert done.stderr.startswith("Error:\nstep 3: update number 2 in a row with a gradient that is not finite")
     files = [folder / f"nonfinite_step_3_rank_{rank}.pt" for rank in range(2)]
-    assert str(files[0]) in done.stderr
+    assert any(str(file) in done.stderr for file in files)  # of the rank that failed first
     for file in files:
         assert set(torch.load(file, weights_only=True)) == {"tokens", "lengths", "loss_mask"}
     lines = read_metrics(folder / "metrics.jsonl")

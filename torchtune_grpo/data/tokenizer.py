@@ -43,7 +43,7 @@ class Tokenizer:
     """
 
     def __init__(self, *, path: str, stop_tokens: list[str] | None = None) -> None:
-        folder = Path(path).expanduser()
+        folder = Path(path).expanduser().absolute()
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError(f"`tokenizer.path` is {path!r}; expected a folder that holds tokenizer.json")
         try:

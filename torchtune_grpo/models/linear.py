@@ -69,14 +69,14 @@ def packed_linears(model: TransformerDecoder) -> Iterator[Callable[[Tensor], Ten
     gradients take in an update. Subclasses of ``nn.Linear``, other dtypes and other devices are left alone.
     """
     linears = [m for m in model.modules() if type(m) in (nn.Linear, OneDNNLinear) and _supported(m.weight)]
-    for linear in linears:
-        linear.forward = _packed(linear.weight, linear.bias)
     tied = isinstance(model.output, TiedLinear) and _supported(lm_head(model))
     try:
+        for linear in linears:
+            linear.forward = _packed(linear.weight, linear.bias)
         yield _packed(lm_head(model), None) if tied else model.output
     finally:
         for linear in linears:
-            del linear.forward
+            vars(linear).pop("forward", None)
 
 
 def _supported(weight: Tensor) -> bool:

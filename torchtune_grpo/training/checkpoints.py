@@ -97,7 +97,6 @@ class CheckpointManager:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected at least {least}")
         if self.keep_best and self.best_metric is None:
             raise ConfigError(f"best_metric: got null, expected a metric's name, as keep_best is {self.keep_best}")
-        self.output_dir = os.path.abspath(self.output_dir)  # a judge may change the working directory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None

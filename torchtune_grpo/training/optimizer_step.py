@@ -32,7 +32,7 @@ class OptimizerStep:
     ) -> None:
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._clip = float("inf") if clip_grad_norm is None else clip_grad_norm
-        self._max_skipped, self._folder = max_skipped, Path(folder).absolute()
+        self._max_skipped, self._folder = max_skipped, Path(folder)
         self.skipped_in_a_row = 0
 
     def __call__(self, batch: Any, step: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import socket
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torchtune_grpo.models.weights import (
 from torchtune_grpo.training.checkpoint_files import resolve_weights
 from torchtune_grpo.training.distributed import Ranks, build_sharded, full_state_dict
 
+LEASE_S = 120.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -57,6 +59,7 @@ class RecipeConfig:
     def __post_init__(self) -> None:
         if not self.output_dir:
             raise ConfigError("output_dir: got an empty string, expected a folder to write to")
+        self.output_dir = os.path.abspath(self.output_dir)  # a judge may change the working directory
         if self.num_threads is not None:
             check_at_least(1, self, "num_threads")
 
@@ -158,18 +161,32 @@ def make_output_dir(cfg: RecipeConfig, ranks: Ranks) -> None:
     except (OSError, ValueError) as e:
         raise ConfigError(f"output_dir: got {cfg.output_dir!r}, which cannot be written to: {e}") from e
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.read(lock, 200).decode()
-        raise ConfigError(
-            f"output_dir: got {cfg.output_dir!r}, to which a live run writes ({owner}); end that one or choose another"
-        ) from None
+        owner = _take(lock)
     except OSError as e:
         warnings.warn(f"output_dir cannot be locked ({e}): see that no two runs share it", stacklevel=2)
         return
+    if owner is not None:
+        raise ConfigError(
+            f"output_dir: got {cfg.output_dir!r}, to which a live run writes ({owner}); end that one or choose another"
+        )
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
     os.register_at_fork(after_in_child=partial(_drop_lock, lock, os.getpid()))
+
+
+def _take(lock: int) -> str | None:
+    """Locks the open file; None, or what its owner has written into it. The owner's death on another node may take a
+    file server ``LEASE_S`` seconds to notice: so long it is waited for."""
+    deadline = time.monotonic() + LEASE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            owner = os.pread(lock, 200, 0).decode()
+            if owner.endswith(f" on {socket.gethostname()}") or time.monotonic() > deadline:
+                return owner
+        time.sleep(2)
 
 
 def _drop_lock(lock: int, owner: int) -> None:

@@ -55,7 +55,8 @@ class TrainState:
         dataset: Dataset,
     ) -> None:
         _check_optimizer(cfg, ranks)
-        weights = None if cfg.weights_folder is None else str(cfg.weights_folder.resolve())
+        # Without what stands above it: whole trees are moved.
+        weights = None if cfg.weights_folder is None else "/".join(cfg.weights_folder.resolve().parts[-2:])
         self._identity = {"dataset": dataset.fingerprint(), "weights": weights}
         if resume_from is not None:
             saved = read_state(resume_from)
@@ -146,7 +147,7 @@ def _kept(config: Mapping[str, Any], key: str) -> Any:
 def check_resumed_identity(saved: Mapping[str, Any], current: Mapping[str, str | None], path: Path) -> None:
     """Raises ConfigError where ``weights`` now means another folder, as of a run that has gone on, or where the rows
     are no longer those of the run: the same step would be of other prompts."""
-    remedies = {"weights": "set it to that folder", "dataset": "bring its files back to what they were"}
+    remedies = {"weights": "name that checkpoint", "dataset": "bring its files back to what they were"}
     for key, remedy in remedies.items():
         if saved.get(key) != current[key]:
             raise ConfigError(

@@ -242,7 +242,7 @@ def test_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
         make_output_dir(cfg, _ranks(1))
 
 
-def test_output_dir_of_a_live_run_is_refused_and_that_of_a_dead_one_is_not(tmp_path: Path) -> None:
+def test_output_dir_of_a_live_run_is_refused_and_that_of_a_dead_one_is_not(tmp_path: Path, monkeypatch) -> None:
     cfg = _config()
     cfg.output_dir = str(tmp_path)
     code = (
@@ -253,10 +253,11 @@ def test_output_dir_of_a_live_run_is_refused_and_that_of_a_dead_one_is_not(tmp_p
         [sys.executable, "-c", code, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert other.stdout.readline() == "locked\n"
+    monkeypatch.setattr(setup, "LEASE_S", -1.0)
     with pytest.raises(ConfigError, match=r"^output_dir: got .*, to which a live run writes \(process 7 on node3\)"):
         make_output_dir(cfg, _ranks(1))
-    other.kill()
-    other.communicate()
+    monkeypatch.setattr(setup, "LEASE_S", 60.0)
+    monkeypatch.setattr(setup.time, "sleep", lambda seconds: (other.kill(), other.communicate()))  # another node's
     make_output_dir(cfg, _ranks(1))
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
