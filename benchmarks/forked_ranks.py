@@ -15,12 +15,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from torchtune_grpo.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 FORK = multiprocessing.get_context("fork")
 CLOCKS = ("time_s", "seconds/", "tokens_per_second/", "peak_memory_gib")
+
+
+def small_grpo(folder: Path, steps: int, changes: dict[str, Any]) -> Path:
+    """The config of a GRPO run into ``<folder>/run``: ``configs/tiny`` with ``changes``, from random weights.
+
+    Untrained completions are never right; rewarded for their lengths, which differ, they give the groups a spread.
+    """
+    length = {
+        "_component_": "torchtune_grpo.rewards.LengthPenalty",
+        "max_response_tokens": "${generate.max_new_tokens}",
+    }
+    rewards = {"weights": {"length": 1.0}, "fns": {"length": length}}
+    of_run = {"output_dir": str(folder / "run"), "total_steps": steps, "weights": None, "rewards": rewards}
+    folder.mkdir(exist_ok=True)
+    OmegaConf.save(
+        OmegaConf.merge(OmegaConf.load(ROOT / "configs/tiny/grpo.yaml"), of_run, changes), folder / "config.yaml"
+    )
+    return folder / "config.yaml"
 
 
 def import_recipe(name: str) -> None:

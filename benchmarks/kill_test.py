@@ -24,9 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from benchmarks.forked_ranks import FORK, ROOT, import_recipe, launch, outcome, output, wait
+from benchmarks.forked_ranks import FORK, import_recipe, launch, outcome, output, small_grpo, wait
 from torchtune_grpo.training.checkpoints import CheckpointManager
 from torchtune_grpo.training.preemption import PREEMPTED, Preemption
 from torchtune_grpo.training.reporting import Reporter
@@ -35,7 +33,6 @@ RECIPE = "grpo_full_finetune"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ASKED_S, KILLED_S = 60.0, 3.0  # after these a launcher would end the ranks that are left
 CHANGES = {
-    "weights": None,
     "model": {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "intermediate_dim": 32},
     "dataset": {"size": 64},
     "prompts_per_step": 8,
@@ -43,11 +40,6 @@ CHANGES = {
     "max_sampling_rounds": 2,
     "epochs_per_rollout": 2,
     "minibatches_per_epoch": 2,
-    # Untrained completions are never right; their lengths differ, which gives the groups a spread.
-    "rewards": {
-        "weights": {"length": 1.0},
-        "fns": {"length": {"_component_": "torchtune_grpo.rewards.LengthPenalty", "max_response_tokens": 8}},
-    },
     "evaluation": {"heldout": {"dataset": {"size": 24}, "batch_size": 3, "generate": {"max_new_tokens": 6}}},
     "evaluate_every_n_steps": 5,
     "checkpoints": {"every_n_steps": 2, "keep_last": 2, "keep_best": 1, "asynchronous": True},
@@ -94,15 +86,6 @@ class Trace:
 
         Reporter.phase = lambda report, name, tokens=0: noted(name, phase(report, name, tokens))
         Reporter.evaluate, CheckpointManager._write, Preemption.defer = evaluating, saving, deferred
-
-
-def make_config(folder: Path, steps: int) -> Path:
-    folder.mkdir()
-    of_run = {"output_dir": str(folder / "run"), "total_steps": steps}
-    OmegaConf.save(
-        OmegaConf.merge(OmegaConf.load(ROOT / "configs/tiny/grpo.yaml"), CHANGES, of_run), folder / "config.yaml"
-    )
-    return folder / "config.yaml"
 
 
 def disturbed(config: Path, kills: int, duration: float, rng: random.Random, trace: Trace) -> list[dict[str, Any]]:
@@ -152,13 +135,13 @@ def main() -> None:
     differences: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         before = time.monotonic()
-        config, runs = make_config(Path(name) / "undisturbed", args.steps), 0
+        config, runs = small_grpo(Path(name) / "undisturbed", args.steps, CHANGES), 0
         disturbed(config, 0, 0.0, rng, trace)
         duration, expected = time.monotonic() - before, outcome(config.with_name("run"))
         while len(entries) < args.kills:
             runs += 1
             kills = min(args.kills - len(entries), args.kills_per_run)
-            config = make_config(Path(name) / f"disturbed{runs}", args.steps)
+            config = small_grpo(Path(name) / f"disturbed{runs}", args.steps, CHANGES)
             entries += disturbed(config, kills, duration, rng, trace)
             got = outcome(config.with_name("run"))
             differences += [f"run {runs}: {key}" for key in expected if got[key] != expected[key]]

@@ -20,25 +20,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from benchmarks.forked_ranks import ROOT, import_recipe, launch, output, wait
+from benchmarks.forked_ranks import import_recipe, launch, output, small_grpo, wait
 from torchtune_grpo.training.metrics import read_metrics
 
 RECIPE = "grpo_full_finetune"
 SLOPE_LIMIT = 1.0
 """MiB a 1000 steps that count as flat: 1 GiB in a million steps."""
 CHANGES = {
-    "weights": None,
     "model": {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 32, "intermediate_dim": 64},
     "dataset": {"size": 256},
     "prompts_per_step": 8,
     "generate": {"group_size": 4, "max_new_tokens": 16},
-    # Untrained completions are never right; their lengths differ, which gives the groups a spread.
-    "rewards": {
-        "weights": {"length": 1.0},
-        "fns": {"length": {"_component_": "torchtune_grpo.rewards.LengthPenalty", "max_response_tokens": 16}},
-    },
     "evaluation": {"heldout": {"dataset": {"size": 32}, "batch_size": 16, "generate": {"max_new_tokens": 16}}},
     "evaluate_every_n_steps": 50,
     "checkpoints": {"every_n_steps": 20, "keep_last": 2, "keep_best": 1, "asynchronous": True},
@@ -49,13 +41,6 @@ CHANGES = {
         }
     ],
 }
-
-
-def make_config(folder: Path, steps: int) -> Path:
-    base = OmegaConf.load(ROOT / "configs/tiny/grpo.yaml")
-    cfg = OmegaConf.merge(base, CHANGES, {"output_dir": str(folder / "run"), "total_steps": steps})
-    OmegaConf.save(cfg, folder / "config.yaml")
-    return folder / "config.yaml"
 
 
 def look(processes: list[BaseProcess], run: Path) -> dict[str, Any]:
@@ -140,7 +125,7 @@ def main() -> None:
     import_recipe(RECIPE)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        looks = watch(make_config(folder, steps), folder / "run")
+        looks = watch(small_grpo(folder, steps, CHANGES), folder / "run")
         print(json.dumps(summarize(looks, folder / "run", steps)))
 
 

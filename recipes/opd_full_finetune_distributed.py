@@ -30,9 +30,9 @@ from torchtune_grpo.microbatches import minibatch, split_in_step
 from torchtune_grpo.normalization import normalize
 from torchtune_grpo.rollouts import rollout_metrics, sample_rows, score_rollout
 from torchtune_grpo.training.checkpoints import Resumed
-from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
+from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync
 from torchtune_grpo.training.open_rollout import resume_rollout, rollout_state
-from torchtune_grpo.training.preemption import PREEMPTED, Preemption, say_preempted
+from torchtune_grpo.training.preemption import Preemption
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.training.reporting import Reporter, report_data
 from torchtune_grpo.training.setup import RolloutConfig, check_model, make_output_dir
@@ -194,7 +194,7 @@ class OPDRecipe:
         if self._between_rollouts:
             self._teachers.release_heads()
             self._report.log(self.step)
-            if self._is_due(cfg.log_samples_every_n_steps, since=cfg.updates_per_rollout):
+            if cfg.is_due(self.step, cfg.log_samples_every_n_steps, since=cfg.updates_per_rollout):
                 self._report.samples(self.step, self._samples)
 
     def train(self) -> bool:
@@ -214,9 +214,9 @@ class OPDRecipe:
     def _between_steps(self) -> bool:
         """Evaluates and saves what is due at this step; True on every rank where the run has to end here."""
         preempted = self._preemption.requested()
-        if not preempted and self._is_due(self.cfg.evaluate_every_n_steps):
+        if not preempted and self.cfg.is_due(self.step, self.cfg.evaluate_every_n_steps):
             preempted = not self._report.evaluate(self.step, self._state.model, stop=self._preemption.requested)
-        if self.step and (preempted or self._is_due(self._state.checkpoints.every_n_steps)):
+        if self.step and (preempted or self.cfg.is_due(self.step, self._state.checkpoints.every_n_steps)):
             self.save_checkpoint()
         return preempted
 
@@ -224,21 +224,13 @@ class OPDRecipe:
     def _between_rollouts(self) -> bool:
         return self.step % self.cfg.updates_per_rollout == 0
 
-    def _is_due(self, every: int, since: int = 1) -> bool:
-        """Whether one of the last ``since`` steps is a multiple of ``every``; the very last always counts."""
-        return self.step % every < since or self.step == self.cfg.total_steps
-
     def save_checkpoint(self) -> None:
         rollout = None if self._between_rollouts else rollout_state(self._trajectory, self._samples)
         extra = {"position": self._position, "teachers": self._teachers.index.state()}
         self._state.save(self.step, self._report, extra=extra, rollout=rollout)
 
     def cleanup(self, preempted: bool) -> None:
-        self._state.checkpoints.wait()
-        self._report.close()
-        if preempted:
-            say_preempted(self.step)
-        shut_down()
+        self._state.finish(self._report, self.step, preempted=preempted)
 
 
 @recipe_entry(Config)
@@ -246,10 +238,7 @@ def recipe_main(cfg: Config) -> None:
     """On-policy distillation from one teacher or several. See the config file for the keys."""
     recipe = OPDRecipe(cfg)
     recipe.setup()
-    preempted = recipe.train()
-    recipe.cleanup(preempted)
-    if preempted:
-        raise SystemExit(PREEMPTED)
+    recipe.cleanup(preempted=recipe.train())
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from torchtune_grpo.entry import recipe_entry
 from torchtune_grpo.evaluation import build_evaluator
 from torchtune_grpo.logprobs import FullSoftmaxHead, target_logprobs
 from torchtune_grpo.microbatches import plan_lengths_in_step
-from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync, shut_down
-from torchtune_grpo.training.preemption import PREEMPTED, Preemption, say_preempted
+from torchtune_grpo.training.distributed import init_ranks, set_gradient_sync
+from torchtune_grpo.training.preemption import Preemption
 from torchtune_grpo.training.progress import progress_bar
 from torchtune_grpo.training.reporting import Reporter, report_data
 from torchtune_grpo.training.setup import TrainingConfig, check_at_least, check_model, make_output_dir, per_rank
@@ -113,7 +113,7 @@ class SFTWarmupRecipe:
             batch = self._loader.batch(self.step)
             with self._report.phase("update", tokens=int(batch.lengths.sum())):
                 self._update(batch)
-            if self._is_due(self.cfg.log_every_n_steps):
+            if self.cfg.is_due(self.step, self.cfg.log_every_n_steps):
                 self._report.log(self.step)
             preempted = self._between_steps()
         return preempted
@@ -123,22 +123,14 @@ class SFTWarmupRecipe:
     def _between_steps(self) -> bool:
         """Evaluates and saves what is due at this step; True on every rank where the run has to end here."""
         preempted = self._preemption.requested()
-        if not preempted and self._is_due(self.cfg.evaluate_every_n_steps):
+        if not preempted and self.cfg.is_due(self.step, self.cfg.evaluate_every_n_steps):
             preempted = not self._report.evaluate(self.step, self._state.model, stop=self._preemption.requested)
-        if self.step and (preempted or self._is_due(self._state.checkpoints.every_n_steps)):
+        if self.step and (preempted or self.cfg.is_due(self.step, self._state.checkpoints.every_n_steps)):
             self._state.save(self.step, self._report)
         return preempted
 
-    def _is_due(self, every: int) -> bool:
-        """Whether this step is a multiple of ``every``; the last step always counts."""
-        return self.step % every == 0 or self.step == self.cfg.total_steps
-
     def cleanup(self, preempted: bool) -> None:
-        self._state.checkpoints.wait()
-        self._report.close()
-        if preempted:
-            say_preempted(self.step)
-        shut_down()
+        self._state.finish(self._report, self.step, preempted=preempted)
 
 
 @recipe_entry(Config)
@@ -146,10 +138,7 @@ def recipe_main(cfg: Config) -> None:
     """SFT warm-up on the R1 format. See the config file for the keys."""
     recipe = SFTWarmupRecipe(cfg)
     recipe.setup()
-    preempted = recipe.train()
-    recipe.cleanup(preempted)
-    if preempted:
-        raise SystemExit(PREEMPTED)
+    recipe.cleanup(preempted=recipe.train())
 
 
 if __name__ == "__main__":

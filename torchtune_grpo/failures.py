@@ -52,8 +52,8 @@ def end_run(message: str, status: int = 1) -> NoReturn:
     if watched is not None:
         status = watched.fail(message, status)
     else:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(10)  # rank 0 speaks for all: where it failed too, torchrun ends this process meanwhile
+        if own_rank() != 0:
+            time.sleep(_FAREWELL_S)  # rank 0 speaks for all: where it failed too, torchrun ends this process meanwhile
         _tell_torchrun(message)
         _show(message)
         if threading.current_thread() is threading.main_thread():

@@ -39,26 +39,21 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]
     grpo = FOUR_UPDATES | {"max_sampling_rounds": 2, "prompts_per_step": 8}
     models = small_opd.save_models(folder / "models")
     sft = OFTEN | {"dataset": {"size": 32}, "total_steps": 9, "log_every_n_steps": 3}  # four steps an epoch
-    configs = {
-        "sft": small_config("sft_warmup", folder / "sft", **sft),
-        "grpo": small_config("grpo", folder / "grpo", **grpo),
-        "opd": small_opd.config(models, folder / "opd", **FOUR_UPDATES),
-        "grpo, fewer ranks": small_config("grpo", folder / "fewer", **grpo),
-        "opd, more ranks": small_opd.config(models, folder / "more", **FOUR_UPDATES),
-        "sft, fewer ranks": small_config("sft_warmup", folder / "sft_fewer", **sft),
+    cases = {  # recipe, config, steps to resume from, ranks that run and that resume
+        "sft": ("sft_warmup", small_config("sft_warmup", folder / "sft", **sft), [4, 5], 2, 2),
+        "grpo": ("grpo_full_finetune", small_config("grpo", folder / "grpo", **grpo), [1, 3, 6], 2, 2),
+        "opd": (small_opd.RECIPE, small_opd.config(models, folder / "opd", **FOUR_UPDATES), [2, 5], 2, 2),
+        "sft, fewer ranks": ("sft_warmup", small_config("sft_warmup", folder / "sft_fewer", **sft), [5], 2, 1),
+        "grpo, fewer ranks": ("grpo_full_finetune", small_config("grpo", folder / "fewer", **grpo), [5], 2, 1),
+        "opd, more ranks": (small_opd.RECIPE, small_opd.config(models, folder / "more", **FOUR_UPDATES), [1], 1, 2),
     }
-    recipes = ("sft_warmup", "grpo_full_finetune", small_opd.RECIPE) * 2
-    recipes = (*recipes[:3], *recipes[4:], "sft_warmup")
-    steps = ([4, 5], [1, 3, 6], [2, 5], [5], [1], [5])
     plan = [
         {"recipe": recipe, "config": str(config), "steps": steps, "ranks": ranks, "resuming": resuming}
-        for recipe, config, steps, ranks, resuming in zip(
-            recipes, configs.values(), steps, (2, 2, 2, 2, 1, 2), (2, 2, 2, 1, 2, 1), strict=True
-        )
+        for recipe, config, steps, ranks, resuming in cases.values()
     ]
     (folder / "plan.json").write_text(json.dumps(plan))
     found = script("tests.recipes.resume_everywhere", str(folder / "plan.json"))
-    return dict(zip(configs, found, strict=True))
+    return dict(zip(cases, found, strict=True))
 
 
 @pytest.mark.parametrize("case", ["sft", "grpo", "opd", "grpo, fewer ranks", "opd, more ranks", "sft, fewer ranks"])

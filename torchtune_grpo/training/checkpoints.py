@@ -258,9 +258,9 @@ class CheckpointManager:
 
     def _candidates(self, resume: str | None) -> list[Path]:
         """The checkpoints that ``resume`` allows, best first; damaged ones among them."""
-        newest = newest_checkpoint(self.folder)
         if resume == "auto":
             return list(reversed(by_step(self.folder)))
+        newest = newest_checkpoint(self.folder)
         path = None if resume is None else Path(resume)
         if path is not None and not os.path.isfile(path / "state.json"):
             raise ConfigError(f"resume: got {resume!r}, expected 'auto', null or a checkpoint folder step_*")

@@ -9,7 +9,6 @@ tables.
 
 import json
 import math
-import os
 import time
 import warnings
 from collections import defaultdict
@@ -27,6 +26,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface, WandBLogger
 from torchtune_grpo.collectives import all_gather_objects
 from torchtune_grpo.config import instantiate
 from torchtune_grpo.failures import RunError
+from torchtune_grpo.training.checkpoint_files import write_durably
 from torchtune_grpo.training.progress import say
 from torchtune_grpo.types import Metrics
 
@@ -202,12 +202,7 @@ def _drop_after(path: Path, step: int | None, count: int | None) -> list[dict[st
     if not path.exists():
         return []
     kept = [line for line in read_metrics(path)[:count] if step is not None and line["step"] <= step]
-    partial = path.with_suffix(".tmp")
-    with partial.open("w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 

@@ -103,6 +103,10 @@ class TrainingConfig(RecipeConfig):
             names = ", ".join(f"eval/{task}/pass@1" for task in self.evaluation) or "none, as `evaluation` is empty"
             raise ConfigError(f"checkpoints.best_metric: got {best!r}, expected an evaluation's metric: {names}")
 
+    def is_due(self, step: int, every: int, since: int = 1) -> bool:
+        """Whether one of the last ``since`` steps is a multiple of ``every``; the very last always counts."""
+        return step % every < since or step == self.total_steps
+
 
 @dataclass(kw_only=True)
 class RolloutConfig(TrainingConfig):

@@ -11,8 +11,9 @@ from torchtune_grpo.config import ConfigError, instantiate, to_dict
 from torchtune_grpo.data import Dataset, Tokenizer
 from torchtune_grpo.training.checkpoint_files import read_state
 from torchtune_grpo.training.checkpoints import CheckpointManager, Resumed
-from torchtune_grpo.training.distributed import Ranks
+from torchtune_grpo.training.distributed import Ranks, shut_down
 from torchtune_grpo.training.optimizer_step import OptimizerStep
+from torchtune_grpo.training.preemption import PREEMPTED, say_preempted
 from torchtune_grpo.training.progress import say
 from torchtune_grpo.training.reporting import Reporter
 from torchtune_grpo.training.setup import TrainingConfig, build_policy, hf_exporter
@@ -118,6 +119,22 @@ class TrainState:
                 config=to_dict(self._cfg),
                 export=self._export,
             )
+
+    def finish(self, report: Reporter, step: int, *, preempted: bool) -> None:
+        """Ends a run after ``step``, once all of it is written; ranks wait for each other.
+
+        Collective: that of ``shut_down``.
+
+        Raises:
+            RankError: the last save failed. SystemExit: ``PREEMPTED``, where the run was.
+        """
+        self.checkpoints.wait()
+        report.close()
+        if preempted:
+            say_preempted(step)
+        shut_down()
+        if preempted:
+            raise SystemExit(PREEMPTED)
 
 
 def _check_optimizer(cfg: TrainingConfig, ranks: Ranks) -> None:

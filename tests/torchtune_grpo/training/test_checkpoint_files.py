@@ -1,33 +1,23 @@
 """Which checkpoints are damaged and what becomes of them; which folder of weights a path means."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.torchtune_grpo.distributed_helpers import run_ranks
-from tests.torchtune_grpo.training.small_training import Training, save, trained
+from tests.torchtune_grpo.training.small_training import save, trained
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.training.checkpoint_files import resolve_weights
 from torchtune_grpo.training.checkpoints import CheckpointManager
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
 def manager(tmp_path: Path) -> CheckpointManager:
     return CheckpointManager(output_dir=str(tmp_path), every_n_steps=1, keep_last=3)
-
-
-@pytest.fixture(scope="module")
-def training() -> Training:
-    return trained(0)
 
 
 def _flip(path: Path) -> None:

@@ -3,42 +3,29 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import ProcessExitedException
 
 from tests.torchtune_grpo.distributed_helpers import run_ranks
-from tests.torchtune_grpo.training.small_training import Training, make_training, save, trained, write_weights
+from tests.torchtune_grpo.training.small_training import make_training, save, trained, write_weights
 from torchtune_grpo.collectives import RankError
 from torchtune_grpo.config import ConfigError
 from torchtune_grpo.training import checkpoint_files, checkpoints
 from torchtune_grpo.training.checkpoint_files import newest_checkpoint, resolve_weights
 from torchtune_grpo.training.checkpoints import CheckpointManager
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone, as a recipe on one device has."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
 def manager(tmp_path: Path) -> CheckpointManager:
     return CheckpointManager(output_dir=str(tmp_path), every_n_steps=1, keep_last=2)
-
-
-@pytest.fixture(scope="module")
-def training() -> Training:
-    return trained(0)
 
 
 def kept_steps(manager: CheckpointManager) -> list[int]:

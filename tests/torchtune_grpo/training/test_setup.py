@@ -273,6 +273,7 @@ def test_output_dir_that_cannot_be_locked_is_used_with_a_warning(tmp_path: Path,
     monkeypatch.setattr(setup.fcntl, "flock", unsupported)
     with pytest.warns(UserWarning, match="output_dir cannot be locked .*Operation not supported"):
         make_output_dir(cfg, _ranks(1))
+    assert (tmp_path / ".lock").read_text() == ""  # it claims nothing
 
 
 class Refuses:
